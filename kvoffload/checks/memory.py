@@ -12,18 +12,22 @@ from kvoffload.transfer.host_memory import exceeded, memory_limits, preferred_no
 _SPARE = 10  # a tenth of the memory should stay free
 _LESS = "lower host_bytes, or free memory"
 _GOOD_PAGE = 64 * 2**10
-_WORTH = 1.5  # with fewer host blocks per device block, "eager" has less than 0.8 of the hits of "lazy"
-_BATCHED = 12080  # since this CUDA version, one driver call copies many blocks
+# With fewer host blocks per device block, "eager" gets less than 80% of the hits that "lazy" gets.
+_WORTH = 1.5
+_BATCHED = 12080  # since this CUDA version, one driver call can copy many blocks
 
 SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
-"""Page sizes, each with the measured speed of scattered host copies of such pages relative to one large memcpy.
+"""How fast scattered pages are copied in host memory, as a share of the speed of one large memcpy.
 
-The measurements are in `tests/bench/README.md`.
+Each pair is a page size in bytes and the share measured for it; `tests/bench/README.md` has the measurements.
 """
 
 
 def needed_bytes(setup: Setup) -> int:
-    """Return how many bytes of host memory all local engines need, in whole blocks if a block's size is known."""
+    """Return how many bytes of host memory the engines on this machine need together.
+
+    If a block's size is known, each rank's share is rounded down to whole blocks.
+    """
     sizes = setup.sizes
     share = setup.config.host_bytes // sizes.ranks
     if sizes.block_bytes is not None:
@@ -98,7 +102,7 @@ def _host_pool(setup: Setup) -> Finding:
 
 
 def _copy_speed(setup: Setup) -> Finding:
-    # A block needs one copy per page, so take the median over pages, not over bytes.
+    # Each page is copied separately, so use the median page size, not one weighted by bytes.
     pages = setup.sizes.page_bytes
     page = sorted(pages)[len(pages) // 2]
     share = next((share for size, share in SPEEDS if page >= size), None)

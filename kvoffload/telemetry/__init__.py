@@ -1,1 +1,1 @@
-"""Metrics, logs, the journal, spans and traces for operators. This package only observes; it makes no decisions."""
+"""Metrics, logs, the journal, spans and traces for operators. This package only observes and decides nothing."""

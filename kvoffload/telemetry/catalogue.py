@@ -1,6 +1,6 @@
-"""All metrics, each declared once: name, help, kind, labels, and either its reader or the events that increase it.
+"""Declares all metrics: their names, help texts, kinds and labels, and either a reader or events that increase them.
 
-The exporters, dashboards/metrics.md and the dashboard tests use this table.
+The exporters, dashboards/metrics.md and the dashboards' tests use this table.
 """
 
 from __future__ import annotations
@@ -38,33 +38,34 @@ if TYPE_CHECKING:
 
 Labels = tuple[str, ...]
 Series = Mapping[Labels, float]
-"""A metric's values, keyed by label values."""
+"""The value of each of a metric's series, by the values of its labels."""
 
 # -- label values that only metrics use; the others are in `kvoffload.model` and `kvoffload.core.machine` ---------
 
 
 class LookupResult(Enum):
-    """The result for one looked-up block position."""
+    """The result of looking up one block position."""
 
     HIT = "hit"
     MISS = "miss"
 
 
 class HostBytes(Enum):
-    """The amounts of host memory that are reported; each amount includes the next."""
+    """The amounts of host memory that the metrics report. Each amount includes the next one."""
 
-    WANTED = "wanted"  # the full size, reached once all of it is ready
-    RESERVED = "reserved"  # pinned and ready so far
-    USED = "used"  # the reserved memory that holds blocks or is being filled
+    WANTED = "wanted"  # the size in the settings
+    RESERVED = "reserved"  # the memory that is pinned and ready so far
+    USED = "used"  # the reserved memory that contains blocks or is being filled
 
 
 class TierState(Enum):
     """The states of a tier below the host."""
 
-    OPENING = "opening"  # a rank's file or the index is not open yet, or the remote tier is not reached yet
+    # A rank's slot file or the index is not open yet, or the remote tier has not answered yet.
+    OPENING = "opening"
     OPEN = "open"
-    FAILING = "failing"  # a call hangs or too many calls failed; nothing is copied until the tier works again
-    CLOSED = "closed"  # the index cannot be read or written; off until the engine restarts
+    FAILING = "failing"  # a call hangs, or too many calls failed; no copies start until the tier works again
+    CLOSED = "closed"  # the index cannot be read or written, so the tier is off until the engine restarts
 
 
 class Answer(Enum):
@@ -72,17 +73,18 @@ class Answer(Enum):
 
     FOUND = "found"
     MISSING = "missing"
-    NONE = "none"  # the call failed, timed out, or was not made
+    NONE = "none"  # there is no answer: the call failed, timed out or was not made
 
     __hash__ = object.__hash__  # by identity, for the same reason as `Cause`
 
 
 class LoadWait(Enum):
-    """The reasons why a request waits before it can compute."""
+    """The reasons why a request must wait before it can compute."""
 
     OWN_LOAD = "own_load"
-    OTHERS_LOAD = "others_load"  # another request is loading the same prefix, which is loaded only once
-    FETCH = "fetch"  # the load must first wait for a fetch from a tier below the host
+    # Another request is loading the same prefix, and a prefix is loaded only once.
+    OTHERS_LOAD = "others_load"
+    FETCH = "fetch"  # the request's blocks are first fetched from a tier below the host
 
     __hash__ = object.__hash__  # by identity, for the same reason as `Cause`
 
@@ -98,7 +100,7 @@ class PromptSource(Enum):
 
 
 class Hook(StrEnum):
-    """The points at which an engine calls kvoffload; the points are the same for every engine."""
+    """The points at which an engine calls kvoffload. They are the same for every engine."""
 
     SEEN = "seen"
     LOOKUP = "lookup"
@@ -110,7 +112,7 @@ class Hook(StrEnum):
 
 
 class Subscriber(StrEnum):
-    """Labels of the bus's subscribers; unknown subscribers are OTHER."""
+    """The labels for subscribers of the bus. OTHER is the label for all unknown subscribers."""
 
     LOG = "log"
     JOURNAL = "journal"
@@ -120,7 +122,7 @@ class Subscriber(StrEnum):
 
 
 def subscriber_label(name: str) -> str:
-    """Return a subscriber's label: its name, or "other" for an unknown name, so that names cannot add series."""
+    """Return a subscriber's label. For an unknown name it is "other", so that names cannot add series."""
     return name if name in _SUBSCRIBERS else Subscriber.OTHER.value
 
 
@@ -128,7 +130,7 @@ _SUBSCRIBERS = frozenset(member.value for member in Subscriber)
 
 
 def label_of(member: Enum) -> str:
-    """Return an enum member's label: its value, or its lower-case name if the value is an integer."""
+    """Return the label for an enum's member: its value, or its name in lower case if the value is an integer."""
     return member.name.lower() if isinstance(member.value, int) else str(member.value)
 
 
@@ -171,7 +173,7 @@ class Observed(Protocol):
 
 
 class Side(Protocol):
-    """The scheduler's side, as readers see it. Readers read only single numbers, so any thread may call them."""
+    """The part of the scheduler's side that readers use. Any thread may call readers: they read only single numbers."""
 
     core: OffloadCore
     bus: Bus
@@ -208,8 +210,8 @@ class Label:
 
     Args:
         name: the label's name in queries.
-        enum: all values that the label can take; None if they are known only once an engine runs.
-        served: the values that this metric serves; by default all values of the enum.
+        enum: all values of the label; None if the values are known only while an engine runs.
+        served: the label's values in this metric; by default all values of the enum.
     """
 
     name: str
@@ -218,7 +220,7 @@ class Label:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The values that this metric serves."""
+        """The label's values in this metric, as texts."""
         return tuple(map(label_of, self.served or self.enum or ()))
 
 
@@ -228,16 +230,18 @@ class Metric:
 
     Args:
         name: the full name, as in queries.
-        help: one sentence for the operator.
+        help: a sentence or two for the operator.
         kind: counter, gauge or histogram.
-        labels: the labels, in the order in which label tuples list their values.
+        labels: the labels; tuples of label values have the same order.
         unit: the unit of the values.
-        buckets: a histogram's upper bounds, without +Inf.
-        read: returns the series at a scrape and may omit series that are 0; None if events count the metric.
-        counts: the events that increase the metric, each with the name of the field to add (None adds 1). Each event
-            has a field for every label. Empty if the metric has a reader or `Counters` has a method for it.
-        where: a field's name and values; only events with one of these values are counted. None counts all events.
-        tiers: the metric has series only for engines with one of these lower tiers; empty if no tier is needed.
+        buckets: the upper bounds of a histogram's buckets, without +Inf.
+        read: returns the metric's series at a scrape, and may leave out series that are 0. None if events increase the
+            metric.
+        counts: the events that increase the metric, each with the name of the field to add; None adds 1. The events
+            have a field for each label. Empty if the metric has a reader, or if a method of `Counters` counts it.
+        where: a field's name and some of its values. Only events with one of these values are counted; None counts all
+            events.
+        tiers: only engines with one of these lower tiers have the metric. Empty if all engines have it.
     """
 
     name: str
@@ -257,14 +261,15 @@ class Metric:
 
     @property
     def series(self) -> tuple[tuple[str, ...], ...]:
-        """Every combination of label values. All are served from the start, so that a rate includes the first increase.
+        """All combinations of label values. They all exist from the start, so that a rate includes the first increase.
 
-        Empty if a label has no enum: such a metric has a single series, served once an engine runs.
+        The tuple is empty if a label has no enum. Then the metric has only one series, which exists while an engine
+        runs.
         """
         return tuple(itertools.product(*(label.values for label in self.labels)))
 
     def series_with(self, tiers: Set[Tier]) -> list[Labels]:
-        """Return the series that exist with these lower tiers. Series of a tier that is off could only be 0."""
+        """Return the series of an engine with these lower tiers. The series of other tiers could never increase."""
         if self.tiers and self.tiers.isdisjoint(tiers):
             return []
         off = {value for value, needed in _ONLY_WITH.items() if needed.isdisjoint(tiers)}
@@ -274,7 +279,7 @@ class Metric:
 LOWER_TIERS = frozenset((Tier.DISK, Tier.REMOTE))
 _DISK, _REMOTE = frozenset((Tier.DISK,)), frozenset((Tier.REMOTE,))
 _OF_ANY_TIER = MissCause.TIER_OPENING.value, EvictionCause.SPILL_BEHIND.value, LoadWait.FETCH.value
-# Label values that only engines with one of these tiers can have.
+# These label values occur only on engines with one of the tiers named here.
 _ONLY_WITH: Mapping[str, Set[Tier]] = {
     **dict.fromkeys((Tier.DISK.value, MissCause.ON_DISK.value), _DISK),
     **dict.fromkeys((Tier.REMOTE.value, MissCause.IN_REMOTE.value), _REMOTE),
@@ -282,25 +287,26 @@ _ONLY_WITH: Mapping[str, Set[Tier]] = {
 }
 
 
-# Copies between host and disk are labelled "disk".
+# A copy between the host and the disk has the label "disk".
 _TIER = Label("tier", Tier, served=(Tier.HOST, Tier.DISK))
-# The remote tier has copies, but the number and size of its slots are not known.
+# Copies have a label for the remote tier as well. Slots do not, because the remote tier's size is not known.
 _COPY_TIERS = Label("tier", Tier, served=(Tier.HOST, Tier.DISK, Tier.REMOTE))
 _LOWER_TIERS = Label("tier", Tier, served=(Tier.DISK, Tier.REMOTE))
 _DIRECTION = Label("direction", Direction)
-# The states in which a job still holds memory.
+# A job in one of these states still uses memory.
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 _RESULT = Label("result", LookupResult)
 _SUBSCRIBER = Label("subscriber", Subscriber)
-# In the order of `provenance.info_labels`. The name is "engine_name" because vLLM adds its own label "engine".
+# These labels have the order of `provenance.info_labels`. One is called "engine_name" because vLLM adds a label
+# "engine".
 _INFO = tuple(
     Label(name)
     for name in ("version", "engine_name", "engine_version", "store_policy", "verify", "min_load_tokens")
 )
 
-# How long a failed copy took says nothing about the link.
+# Only copies that succeeded are timed, because the time of a failed copy says nothing about the link.
 _SUCCEEDED = ("outcome", (CopyOutcome.DONE,))
-# Evictions that more memory would have avoided.
+# More memory would have avoided evictions with one of these causes.
 _FOR_SPACE = ("cause", (EvictionCause.SPACE, EvictionCause.SPILL_BEHIND))
 
 # fmt: off
@@ -310,14 +316,14 @@ _COPY_BUCKETS = (
 )
 # Times to first token range from a short prompt on a fast device to a long prompt behind a queue.
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-# Waits range from a millisecond, which users do not notice, to the longest time that a copy may take.
+# Waits range from a millisecond, which users do not notice, to the time limit of a copy.
 _WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 # Hits range from one small block to the longest prompt.
 _HIT_BUCKETS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
-# Ages range from seconds, at which even prompts that return quickly miss their blocks, to a day, after which blocks are
-# rarely missed.
+# Ages range from seconds to a day. If blocks are evicted after seconds, even prompts that return soon find nothing. If
+# they are evicted after a day, few prompts miss them.
 _AGE_BUCKETS = (1, 5, 15, 60, 300, 900, 3600, 14400, 86400)
-# Hooks take a few microseconds when there is nothing to do; a millisecond is far too long.
+# A hook takes a few microseconds when there is nothing to do, and a millisecond would be far too long.
 _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)
 # fmt: on
 
@@ -326,12 +332,12 @@ _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-
 
 
 def tier_state(side: Side, tier: Tier) -> TierState | None:
-    """Return the state of a tier below the host; None if it is not configured."""
+    """Return the state of a tier below the host; None if the engine does not have this tier."""
     state = side.core.state
     found = state.disk if tier is Tier.DISK else state.remote
     if found is None:
         return None
-    if found is state.disk and found.is_closed:  # only the disk closes permanently
+    if found is state.disk and found.is_closed:  # only the disk tier can close
         return TierState.CLOSED
     if not found.is_open:
         return TierState.OPENING
@@ -348,7 +354,8 @@ def _slots(side: Side) -> Series:
     slots = _by_state(Tier.HOST, host)
     if disk is not None:
         slots |= _by_state(Tier.DISK, disk.pool)
-        # The pool quarantines slots for which the disk has no space; the metric leaves them out.
+        # The pool counts slots for which the disk has no space as quarantined, but the metric does not count these
+        # slots.
         slots[Tier.DISK.value, label_of(SlotState.QUARANTINED)] -= disk.pool.capacity - disk.capacity
     return slots
 
@@ -447,20 +454,20 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_tier_blocks_total", "Blocks scheduled to be copied between the host and a tier below it, by final outcome.", Kind.COUNTER, (_LOWER_TIERS, _DIRECTION, Label("outcome", TierOutcome)), "blocks", counts={events.TierCopyEnded: "blocks"}),
     # --- the remote tier ---
     Metric("kvoffload_remote_asked_blocks_total", "Blocks of arriving requests for which the remote tier was asked, by its answer; none: the call failed or took too long.", Kind.COUNTER, (Label("answer", Answer),), "blocks", tiers=_REMOTE),
-    Metric("kvoffload_remote_ask_seconds", "Time of an answered call that asks the remote tier for one request's blocks; the request waits for it.", Kind.HISTOGRAM, (), "seconds", _COPY_BUCKETS, tiers=_REMOTE),
-    Metric("kvoffload_remote_errors_total", "Calls to the remote tier that failed, and writes that it refused, of the scheduler and all ranks.", Kind.COUNTER, (Label("kind", RemoteFault),), "errors", read=_remote_errors, tiers=_REMOTE),
+    Metric("kvoffload_remote_ask_seconds", "Time of an answered call that asks the remote tier for one request's blocks; the request waits for the answer.", Kind.HISTOGRAM, (), "seconds", _COPY_BUCKETS, tiers=_REMOTE),
+    Metric("kvoffload_remote_errors_total", "Calls to the remote tier that failed, and writes that it refused, by the scheduler and all ranks.", Kind.COUNTER, (Label("kind", RemoteFault),), "errors", read=_remote_errors, tiers=_REMOTE),
     # --- recurrent states ---
     Metric("kvoffload_state_blocks_total", "Stored and loaded blocks that are recurrent states.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.StatesCopied: "blocks"}),
-    Metric("kvoffload_prefix_boundaries_asked_total", "Admitted requests whose prefix lacked only a recurrent state, which the engine was asked to keep.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryAsked: None}),
-    Metric("kvoffload_prefix_boundaries_made_total", "Recurrent states asked for that the engine kept and offered, at most one per request.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryMade: None}),
+    Metric("kvoffload_prefix_boundaries_asked_total", "Admitted requests whose prefix lacked only a recurrent state; the engine was then asked to keep this state.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryAsked: None}),
+    Metric("kvoffload_prefix_boundaries_made_total", "Recurrent states that the engine was asked to keep, and that it kept and offered; at most one per request.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryMade: None}),
     # --- copies, per rank ---
     Metric("kvoffload_transfers_total", "Copies of single ranks that ended, by outcome.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION, Label("outcome", CopyOutcome)), "copies", counts={events.RankReported: None}),
-    Metric("kvoffload_transfer_bytes_total", "Bytes copied between the tier and the one above it, all ranks together.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION), "bytes", counts={events.RankReported: "copied_bytes"}),
+    Metric("kvoffload_transfer_bytes_total", "Bytes copied between the tier and the tier above it, all ranks together.", Kind.COUNTER, (_COPY_TIERS, _DIRECTION), "bytes", counts={events.RankReported: "copied_bytes"}),
     Metric("kvoffload_transfer_seconds", "Time from a copy's start to its end, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS, counts={events.RankReported: "copy_s"}, where=_SUCCEEDED),
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS, counts={events.RankReported: "queue_s"}, where=_SUCCEEDED),
     Metric("kvoffload_open_jobs", "Jobs that have not ended on all ranks.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs", read=_open_jobs),
-    Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, without abandoned ones; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest)}),
-    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the rank with the lowest. It is halved when stores are slow or run beside loads, then recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(report.store_share for report in side.observation.reports.values())}),
+    Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, leaving out abandoned jobs; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest)}),
+    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the rank where it is lowest. The limit is halved when stores are slow or run at the same time as loads; then it recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(report.store_share for report in side.observation.reports.values())}),
     Metric("kvoffload_abandoned_jobs_total", "Jobs abandoned because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs", counts={events.JobAbandoned: None}),
     Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot reuse them until these copies end.", Kind.GAUGE, (), "blocks", read=lambda side: {(): side.core.state.stall.blocks}),
     Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies of several jobs hold over an eighth of the device pool, or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.core.state.stall.is_on)}),
@@ -472,16 +479,16 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; multiply by slots for the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes", read=_slot_bytes),
     Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) so far, and used.", Kind.GAUGE, (Label("state", HostBytes),), "bytes", read=_host_bytes),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.DiskBlocksEvicted: "blocks"}),
-    Metric("kvoffload_eviction_age_seconds", "Time since the last use of blocks that were evicted from the host for space; of blocks evicted together, the one used last.", Kind.HISTOGRAM, (), "seconds", _AGE_BUCKETS, counts={events.BlocksEvicted: "age_s"}, where=_FOR_SPACE),
+    Metric("kvoffload_eviction_age_seconds", "Time since the last use of blocks that were evicted from the host for space. Blocks evicted together count once, with the block that was used last.", Kind.HISTOGRAM, (), "seconds", _AGE_BUCKETS, counts={events.BlocksEvicted: "age_s"}, where=_FOR_SPACE),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest_pin)}),
     # --- is it worth it ---
     Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found. Up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: loaded tokens times the measured prefill time per token. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
     Metric("kvoffload_load_wait_seconds", "Time that a request waited: for its own load, from allocation to its end; for another request's load of the same prefix; or for a fetch from a tier below the host.", Kind.HISTOGRAM, (Label("reason", LoadWait),), "seconds", _WAIT_BUCKETS),
     Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, from comparing decode steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds", read=lambda side: _by_direction(side.benefit.interference_s)),
-    Metric("kvoffload_prefill_tokens_per_second", "Prefill rate: prefilled tokens per second of the time that they add to the engine's steps, median of the last measurements; 0 until measured.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.prefill_tokens_per_s}),
+    Metric("kvoffload_prefill_tokens_per_second", "Prefill rate: prefilled tokens per second of the time that they add to the engine's steps. It is the median of the last measurements, and 0 until measured.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.prefill_tokens_per_s}),
     Metric("kvoffload_break_even_tokens", "Hits of at least this many tokens are faster to load than to compute; 0 until measured, 1000000 if no hit is.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.break_even()[Tier.HOST]}),
-    Metric("kvoffload_fetch_break_even_tokens", "At least this many tokens of a tier below the host are faster to fetch and load than to compute; 0 until measured, 1000000 if no number is.", Kind.GAUGE, (_LOWER_TIERS,), "tokens", read=_fetch_break_even),
+    Metric("kvoffload_fetch_break_even_tokens", "Hits of at least this many tokens on a tier below the host are faster to fetch and load than to compute; 0 until measured, 1000000 if no hit is.", Kind.GAUGE, (_LOWER_TIERS,), "tokens", read=_fetch_break_even),
     Metric("kvoffload_net_benefit_negative", "1 after a minute in which waiting and interference cost more than loads saved, by over 1 % of the minute, until a minute with a gain.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.benefit.is_negative)}),
     # --- health ---
     Metric("kvoffload_info", "Always 1; its labels are the engine's versions and settings.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.observation.info: 1}),
@@ -495,7 +502,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_bus_dropped_total", "Events that an observer missed, because its feed was full or it was removed.", Kind.COUNTER, (_SUBSCRIBER,), "events", read=_dropped),
     Metric("kvoffload_bus_removed_total", "Observers and counters that raised an exception and were removed.", Kind.COUNTER, (_SUBSCRIBER,), "subscribers"),
     Metric("kvoffload_span_export_errors_total", "Batches of OpenTelemetry spans that could not be sent to the collector.", Kind.COUNTER, (), "errors"),
-    Metric("kvoffload_journal_write_errors_total", "Write errors of the journal's file; after the first one it is no longer written.", Kind.COUNTER, (), "errors"),
+    Metric("kvoffload_journal_write_errors_total", "Write errors of the journal's file; after the first error, the file is no longer written.", Kind.COUNTER, (), "errors"),
 )
 # fmt: on
 
@@ -503,7 +510,13 @@ BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 
 
 def read_all(side: Side, tiers: Set[Tier], metrics: Iterable[Metric] = CATALOGUE) -> dict[str, Series]:
-    """Return all series that exist with these lower tiers, of each of `metrics` that has a reader, by name."""
+    """Return all series of the metrics that have a reader, by the metric's name.
+
+    Args:
+        side: the scheduler's side to read.
+        tiers: the engine's lower tiers.
+        metrics: the metrics to read; those without a reader are skipped.
+    """
     found: dict[str, Series] = {}
     for metric in metrics:
         if metric.read is not None:

@@ -1,7 +1,7 @@
 """Counters and histograms that events update inline, their snapshots, and an iterator over all series.
 
-The engine's thread counts, and any thread may take a snapshot. There is no lock, so the engine never waits for a
-scrape. A snapshot may include only part of the event being counted.
+The engine's thread updates them, and any thread may take a snapshot. There is no lock, so that the engine never waits
+for a scrape. If an event is being counted at that moment, the snapshot may include only a part of this event.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer
 
 
 class _LabelsOf(dict[Any, Labels]):
-    """Caches label values by enum member or tuple of members, because reading an enum's `value` is a Python call."""
+    """Caches the label values for enum members and tuples of them, because reading an enum's `value` is slow."""
 
     def __missing__(self, key: Any) -> Labels:  # noqa: ANN401  # members of any enum
         members = key if isinstance(key, tuple) else (key,)
@@ -58,7 +58,7 @@ class Distribution:
     """One series of a histogram.
 
     Args:
-        counts: the number of samples per bucket, not cumulative; the last bucket is for samples above every bound.
+        counts: the number of samples in each bucket, not cumulative. The last bucket has the samples above all bounds.
         total: the sum of the samples.
     """
 
@@ -72,31 +72,34 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of all counters and histograms, by metric name and label values. A missing series is 0."""
+    """A copy of all counters and histograms, by metric name and label values. Series that are missing are 0."""
 
     counts: Mapping[str, Mapping[Labels, int]] = field(default_factory=dict)
     distributions: Mapping[str, Mapping[Labels, Distribution]] = field(default_factory=dict)
 
     def count(self, name: str, *labels: str) -> int:
-        """Return one series of a counter."""
+        """Return the value of one of a counter's series."""
         return self.counts.get(name, {}).get(labels, 0)
 
     def total(self, name: str) -> int:
-        """Return the sum of all series of a counter."""
+        """Return the sum of a counter's series."""
         return sum(self.counts.get(name, {}).values())
 
     def by_label(self, name: str, *leading: str) -> dict[str, int]:
-        """Return a counter's nonzero series by last label, largest first; the labels before it must equal `leading`."""
+        """Return a counter's nonzero series by the value of the last label, the largest first.
+
+        Only series whose first labels have the values `leading` are returned.
+        """
         ordered = sorted(self.counts.get(name, {}).items(), key=lambda item: -item[1])
         return {labels[-1]: number for labels, number in ordered if number and labels[:-1] == leading}
 
     def samples(self, name: str, *labels: str) -> int:
-        """Return the number of samples in one series of a histogram."""
+        """Return how many samples one of a histogram's series has."""
         series = self.distributions.get(name, {}).get(labels)
         return series.samples if series else 0
 
     def minus(self, earlier: Snapshot) -> Snapshot:
-        """Return how much each counter grew since `earlier`, leaving out unchanged counters and all histograms."""
+        """Return how much each counter has grown since `earlier`. Unchanged counters and histograms are left out."""
         added = {
             name: Counter(series) - Counter(earlier.counts.get(name, {}))
             for name, series in self.counts.items()
@@ -105,9 +108,9 @@ class Snapshot:
 
 
 class Histogram:
-    """Counts samples per bucket, and keeps raw samples if `kept` is a list.
+    """Counts the samples in each bucket, and also keeps the samples themselves if `kept` is a list.
 
-    A sample equal to a bound is counted in that bound's bucket.
+    A sample that equals a bound is counted in the bucket below this bound.
     """
 
     __slots__ = ("bounds", "counts", "kept", "total")
@@ -129,16 +132,16 @@ class Histogram:
 
 
 class Counters:
-    """The catalogue's counters and histograms that events update.
+    """All counters and histograms of the catalogue that events update.
 
     Args:
-        tiers: the engine's tiers below the host; by default all, for events of any engine.
+        tiers: the engine's tiers below the host; by default all tiers, so that events of any engine can be counted.
     """
 
     def __init__(self, tiers: Set[Tier] = LOWER_TIERS) -> None:
         self.tiers = tiers
         self.changes = 0
-        """Increases whenever anything is counted, except hook times, which every step has."""
+        """This number increases whenever something is counted, except for hook times, which every step adds."""
         self._counts: dict[str, dict[Labels, int]] = {
             metric.name: dict.fromkeys(metric.series_with(tiers), 0)
             for metric in CATALOGUE
@@ -152,7 +155,7 @@ class Counters:
         self._hooks = {labels[0]: one for labels, one in self._histograms["kvoffload_hook_seconds"].items()}
         waits = self._histograms["kvoffload_load_wait_seconds"].items()
         self.waits = {LoadWait(wait): series for (wait,), series in waits}
-        """The waits of requests, which `NetBenefit` measures."""
+        """The histograms of requests' waits; `NetBenefit` adds the samples."""
         self._hit_tokens = self._histograms["kvoffload_hit_tokens"][()]
         self._prompt_tokens = self._counts["kvoffload_prompt_tokens_total"]
         self._first_tokens = self._histograms["kvoffload_first_token_seconds"]
@@ -161,17 +164,17 @@ class Counters:
         self._misses = self._counts["kvoffload_miss_blocks_total"]
 
     def subscribe(self, bus: Bus) -> None:
-        """Start to count the bus's messages."""
+        """Start to count the messages on the bus."""
         for cls, count in self._by_event().items():
-            named: Any = partial(count)  # a bound method's name cannot be set
+            named: Any = partial(count)  # because the name of a bound method cannot be set
             named.__qualname__ = "counters"
             bus.count(cls, named)
 
     def hooks(self, spent: Mapping[Hook, float]) -> None:
-        """Add one sample of each hook's time, at the end of a step."""
+        """Add a sample for each hook: the seconds that it took in the step that has ended."""
         hooks = self._hooks
         for name, seconds in spent.items():
-            # `Histogram.observe`, inlined because this runs in every step.
+            # These lines repeat `Histogram.observe`, because every step runs them and a call would cost more.
             one = hooks[name]
             one.counts[bisect_left(one.bounds, seconds)] += 1
             one.total += seconds
@@ -184,17 +187,20 @@ class Counters:
 
     @property
     def counts(self) -> Mapping[str, Mapping[Labels, int]]:
-        """The current counters, for the counting thread only; other threads take a snapshot."""
+        """The counters. Only the thread that updates them may read them; other threads must take a snapshot."""
         return self._counts
 
     def keep_samples(self) -> None:
-        """Start to keep raw samples too, a bounded number per series, until `take_samples` returns them."""
+        """From now on, also keep the samples themselves until `take_samples` returns them.
+
+        Each series keeps at most `_KEPT` samples.
+        """
         for series in self._histograms.values():
             for one in series.values():
                 one.kept = []
 
     def take_samples(self) -> dict[str, dict[Labels, list[float]]]:
-        """Return the raw samples since the last call, without empty series. Only the counting thread may call this."""
+        """Return the samples since the last call, without empty series. Call this on the thread that counts."""
         taken: dict[str, dict[Labels, list[float]]] = {}
         for name, series in self._histograms.items():
             for labels, one in series.items():
@@ -203,7 +209,7 @@ class Counters:
         return taken
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of all numbers. Any thread may call this."""
+        """Return a copy of all counters and histograms. Any thread may call this."""
         counts = {name: series.copy() for name, series in self._counts.items()}
         distributions = {
             name: {labels: one.copy() for labels, one in series.items()}
@@ -221,7 +227,7 @@ class Counters:
         }
 
     def _adder(self, cls: type[events.Event]) -> Callable[[events.Event], None]:
-        """Return a function that adds an event of this class to every metric that counts it."""
+        """Return a function that adds an event of this class to all metrics that count such events."""
         series_of: dict[str, dict[Labels, Any]] = {**self._counts, **self._histograms}
         counted = []
         for metric in CATALOGUE:
@@ -285,7 +291,7 @@ class Counters:
 
 
 def _reader(name: str | None) -> Callable[[object], Any] | None:
-    """Return a function that reads a field. It is faster than `getattr`, which matters in every request's hooks."""
+    """Return a function that reads a field. It is faster than `getattr`; it is called in every request's hooks."""
     return attrgetter(name) if name is not None else None
 
 
@@ -293,7 +299,7 @@ def _reader(name: str | None) -> Callable[[object], Any] | None:
 
 
 class Source(Protocol):
-    """The part of an engine's scheduler side from which exporters read metrics."""
+    """What exporters need from an engine's scheduler side."""
 
     @property
     def counters(self) -> Counters: ...
@@ -301,7 +307,7 @@ class Source(Protocol):
     def gauges(self) -> Mapping[str, Series]:
         """Return the series of each metric that has a reader, by name.
 
-        Metrics that cannot be read are missing. Any thread may call this.
+        Metrics that cannot be read are left out. Any thread may call this.
         """
 
 
@@ -313,7 +319,7 @@ def all_series(
     Args:
         counts: the series of counters that events increase.
         gauges: the series of metrics that have a reader.
-        samples: the series of histograms, in any form that the caller needs.
+        samples: the series of histograms; their values are passed on unchanged.
     """
     for metric in CATALOGUE:
         counted = samples if metric.kind is Kind.HISTOGRAM else counts

@@ -1,4 +1,4 @@
-"""Serves all metrics to Prometheus. Metric families are built at each scrape, so that counting needs no library."""
+"""Serves all metrics to Prometheus. The Prometheus client is needed only for a scrape, not for counting."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class KVOffloadCollector(Collector):
         self._source = source
 
     def describe(self) -> Iterator[Metric]:
-        """Yield empty families, so that a registry refuses a second collector with the same names."""
+        """Yield families without series. A registry then refuses a second collector with metrics of the same names."""
         return map(_family, CATALOGUE)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family with all its series."""
+        """Yield all metric families with their series."""
         counters = self._source.counters
         counted = counters.snapshot()
         for metric, series in all_series(counted.counts, self._source.gauges(), counted.distributions):
@@ -70,14 +70,14 @@ DEFAULT_PORT = 9464
 
 @contextmanager
 def serve(registry: CollectorRegistry, host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> Iterator[str]:
-    """Serve a registry within a `with` block, and yield the URL. Port 0 picks any free port.
+    """Serve a registry's metrics until the `with` block ends, and yield their URL. Port 0 picks any free port.
 
     Raises:
         ConfigError: the address cannot be used.
     """
     try:
         server, thread = start_http_server(port, host, registry)
-    # ValueError means an invalid host name, OverflowError an invalid port.
+    # ValueError: invalid host name; OverflowError: invalid port
     except (OSError, ValueError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         advice = "choose another address, or port 0 for any free one"

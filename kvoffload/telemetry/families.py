@@ -1,7 +1,8 @@
-"""The catalogue as ordinary Prometheus metrics, created with given classes (on vLLM its own or Ray's).
+"""The catalogue's metrics as ordinary Prometheus metrics. The engine chooses their classes; vLLM uses its own or Ray's.
 
-A process may create the metrics several times, for a second engine or a second logger, but the registry accepts each
-name once. So the newest metrics replace the earlier ones, which are still updated but no longer exported, as vLLM's own.
+A process may create the metrics several times, for example for a second engine or logger, but the registry accepts
+each name only once. So the newest metrics replace earlier metrics. The earlier metrics are still updated but not
+exported any more. vLLM treats its own metrics in the same way.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _exported: dict[str, Any] = {}
 
 
 class Families:
-    """Every metric of the catalogue, with its series.
+    """Exports all metrics of the catalogue for the engines of a front end.
 
-    Series are present from the start; the series of a lower tier appear with the first message that reports the tier.
+    All series exist from the start, except those of lower tiers. They are created by the first message about the tier.
 
     Args:
         classes: for each metric class of the Prometheus client, the class to use instead.
-        label_names: the engine's labels, which precede ours.
-        engine_labels: the values of these labels for each engine of this front end.
+        label_names: the names of the engine's labels, which come before kvoffload's labels.
+        engine_labels: the values of these labels, by the engine's number.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class Families:
             self._create_series(engine, set())
 
     def observe(self, payload: Mapping[str, Any], engine: int) -> None:
-        """Add one message. Ignore unknown names and labels: another version's message must not stop the front end."""
+        """Add a message's changes to the metrics.
+
+        Unknown names and labels are ignored, so that a message of another version cannot stop the front end.
+        """
         if engine not in self._engine_labels:
             return
         if states := payload.get("kvoffload_tier_state"):
@@ -74,7 +78,7 @@ class Families:
 
 
 def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ...]) -> object:
-    """Return a new metric; it replaces the metric of this name that the process exports."""
+    """Create a metric. It replaces any metric of the same name that this process exports."""
     options: dict[str, object] = {
         "name": metric.name,
         "documentation": metric.help,
@@ -85,7 +89,7 @@ def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ..
     if metric.kind is Kind.HISTOGRAM:
         options["buckets"] = list(metric.buckets)
     if metric.name in _exported:
-        with suppress(KeyError):  # the registry may have been cleared
+        with suppress(KeyError):  # the metric is missing if the registry was cleared
             REGISTRY.unregister(_exported.pop(metric.name))
     made = cls(**options)
     if isinstance(made, Counter | Gauge | Histogram):

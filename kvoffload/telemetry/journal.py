@@ -1,11 +1,11 @@
-"""The journal: the last messages in memory for error reports, and optionally all of them in a file.
+"""The journal: keeps the last messages in memory for error reports, and optionally writes all messages to a file.
 
-The bus hands batches over every 64 messages, or at once if there is a file. The journal keeps the messages in a ring in
+The bus passes messages on in batches of 64, or at once if there is a file. The journal keeps messages in a ring in
 memory and turns them into text only when they are read.
 
-For the file, a task of the observers' loop takes messages from a feed and writes them in a worker thread, so that
-neither the engine nor another observer waits for a disk. If the feed is full, lines are dropped, which leaves a gap in
-the file's sequence numbers. Each file begins with the provenance.
+The file is written by a task on the observers' event loop. The task takes messages from a feed and writes them on a
+worker thread, so that neither the engine nor another observer waits for a disk. If the feed is full, lines are dropped,
+and the sequence numbers in the file have a gap. Each file begins with the provenance.
 """
 
 from __future__ import annotations
@@ -31,24 +31,25 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.facts import DiskRestored, StepScheduled
 from kvoffload.telemetry.records import BEGUN, rotated, summary_of, to_plain
 
-_BATCH = 1024  # the maximum number of entries per write
-_AT_A_TIME = 64  # messages per call from the bus; a call for each message would find cold processor caches
+_BATCH = 1024  # the maximum number of entries in one write
+# How many messages the bus passes on at a time; a call for each message would be slower, with cold caches.
+_AT_A_TIME = 64
 _OWNERS = 0o600
 
 Entry = tuple[int, float, object]
-"""A line before it becomes text: its number, its time and the message."""
+"""A line of the journal that is not yet text: its sequence number, its time and the message."""
 
 
 class Journal:
     """Keeps the last messages of one engine, and optionally writes all of them to a file.
 
     Args:
-        now: the clock for the lines' times, in unix seconds.
+        now: returns the time for a line, in unix seconds.
         ring_size: how many messages are kept in memory.
         path: the file to append to; None for no file.
-        max_bytes: bound on the file and its rotated predecessor together; None for no bound.
+        max_bytes: the maximum size of the file and the rotated file together; None for no maximum.
         provenance: the first line of each file; None for no such line.
-        on_failure: called once with the error if the file cannot be written any more.
+        on_failure: called with the error when the file cannot be written any more.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -66,31 +67,32 @@ class Journal:
     ) -> None:
         self._now = now
         self._ring: deque[Entry] = deque(maxlen=ring_size)
-        self._young: list[Batch] = []  # batches that the bus appended and that are not in the ring yet
+        # The batches that are not in the ring yet; the bus appends to this list.
+        self._young: list[Batch] = []
         head = _head(provenance, now()) if provenance else ""
         self._file = JournalFile(path, max_bytes, head) if path is not None else None
         self._feed: Feed[Entry] | None = None
         self._on_failure = on_failure
 
     def subscribe(self, bus: Bus, capacity: int = 4096) -> None:
-        """Start to record facts and events. At most `capacity` lines wait for the file; further ones are dropped."""
+        """Start to record facts and events. At most `capacity` lines wait to be written; more lines are dropped."""
         if self._file is not None:
             self._feed = bus.observe("journal", capacity)
         self._young = bus.keep(self.record, self._now, _AT_A_TIME if self._file is None else 1)
 
     def tail(self, count: int) -> list[str]:
-        """Return the last `count` lines, oldest first. Any thread may call this."""
-        # Copy in this order. A message that moves to the ring in between is then in both copies, instead of in neither,
-        # and its number identifies the duplicate.
+        """Return the last `count` lines as text, the oldest first. Any thread may call this."""
+        # Copy the list before the ring. A message that moves to the ring in between is then in both copies. In the
+        # other order, it could be in neither. Its number shows that it is a duplicate.
         young, ring = list(self._young), self._ring.copy()
         last = ring[-1][0] if ring else 0
         _extend(ring, [entry for entry in _entries(young) if entry[0] > last])
         return [line_of(entry) for entry in list(ring)[-count:]] if count else []
 
     async def run(self) -> None:
-        """Write the file until the bus is closed. If there is no file, return immediately.
+        """Write the file until the bus is closed. If there is no file, return at once.
 
-        After a write error, nothing more is written to the file; the journal in memory continues.
+        After a write error, the file is not written any more, but the journal in memory continues.
         """
         if self._feed is None or self._file is None:
             return
@@ -105,7 +107,7 @@ class Journal:
             self._file.close()
 
     def record(self, batches: list[Batch]) -> None:
-        """Move messages to the ring, and offer them to the task that writes the file."""
+        """Move messages to the ring, and pass them to the task that writes the file."""
         entries = _entries(batches)
         _extend(self._ring, entries)
         if self._feed is not None:
@@ -115,7 +117,7 @@ class Journal:
 
 def _entries(batches: Iterable[Batch]) -> list[Entry]:
     return [
-        # Keep only a summary: the `DiskRestored` facts together are as large as the disk's index.
+        # Keep only a summary of `DiskRestored`, because these facts are as large as the disk tier's index.
         (number, time, summary_of(message) if type(message) is DiskRestored else message)
         for before, time, batch in batches
         for number, message in enumerate(batch, before + 1)
@@ -123,7 +125,7 @@ def _entries(batches: Iterable[Batch]) -> list[Entry]:
 
 
 def _extend(ring: deque[Entry], entries: Iterable[Entry]) -> None:
-    """Append entries, but only the last of consecutive idle steps, so that an idle engine keeps older entries."""
+    """Append entries. Of consecutive idle steps, keep only the last, so that they do not push out older entries."""
     before = ring[-1][2] if ring else None
     for entry in entries:
         message = entry[2]
@@ -153,22 +155,23 @@ def _head(provenance: Mapping[str, object], now: float) -> str:
 
 
 class JournalFile:
-    """A file of lines that only its owner can read and only one process writes.
+    """A file of lines. Only its owner can read the file, and only one process writes it.
 
-    Other users who may create files in the folder could make the name a link to another file. So a symbolic link, a
-    file with a second hard link, and another user's file are refused. An existing file of the same user is appended
-    to, and other users lose access to it.
+    Other users who may create files in the folder could make the file's name a link to another file. So symbolic links,
+    files with a second hard link, and files of other users are refused. If the file already exists and belongs to this
+    user, lines are appended, and other users lose access.
 
-    A bounded journal has two files, each of at most half the bound: a full file replaces the one named `.1`.
+    With a maximum size, there are two files of at most half that size. A full file is renamed to end in `.1`, and
+    replaces the earlier file of that name.
 
     Args:
-        path: the file's path; its folder must exist.
-        max_bytes: bound on this file and its rotated predecessor together; None for no bound.
-        head: the first line that this process writes into each file; empty for none.
+        path: the file's path. Its folder must exist.
+        max_bytes: the maximum size of the file and the rotated file together; None for no maximum.
+        head: the first line that this process writes into each file; empty for no such line.
 
     Raises:
         ConfigError: the file cannot be opened for writing, is a link, is not a regular file, belongs to another user,
-            or is being written by another process.
+            or is already open in another process that writes it.
     """
 
     def __init__(self, path: Path, max_bytes: int | None = None, head: str = "") -> None:
@@ -180,11 +183,11 @@ class JournalFile:
         self._has_head = not head
 
     def append(self, lines: Iterable[str]) -> None:
-        """Write these lines; a line that does not fit begins a new file.
+        """Append lines to the file. If a line does not fit, begin a new file with it.
 
         Raises:
-            OSError: the file cannot be written; some of the lines may have been written.
-            ConfigError: the file was full, and a new one cannot be opened.
+            OSError: the file cannot be written. Some of the lines may have been written.
+            ConfigError: the file was full, and a new file cannot be opened.
         """
         for line in lines:
             if self._size and self._size + len(line) >= self._most:
@@ -196,15 +199,15 @@ class JournalFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file. Closing twice is allowed."""
-        with suppress(OSError):  # `append` has already raised this error
+        """Close the file. This may be called more than once."""
+        with suppress(OSError):  # the error is ignored, because `append` has already raised it
             self._file.close()
 
     def _write(self, line: str) -> None:
         self._size += self._file.write(f"{line}\n".encode())
 
     def _rotate(self) -> None:
-        """Rename this file and begin a new one. The old file stays locked until the new one is locked."""
+        """Rename the full file and begin a new file. The full file stays locked until the new file is locked."""
         os.replace(self.path, rotated(self.path))
         file = _open(self.path)
         self._file.close()
@@ -229,7 +232,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _open_ours(name: str, flags: int) -> int:
-    """Open without following a link, and without blocking: opening a pipe without a reader would wait forever."""
+    """Open a file, but do not follow a link, and do not wait for a reader if the name is a pipe."""
     return os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW, _OWNERS)
 
 
@@ -243,7 +246,7 @@ def _claim(path: Path, descriptor: int) -> None:
         raise _unusable(path, "a file with a second name (a hard link)")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fchmod(descriptor, _OWNERS)  # regardless of the umask and of earlier permissions
+        os.fchmod(descriptor, _OWNERS)  # the umask or earlier permissions may be different
     except BlockingIOError as error:
         raise _unusable(path, "another process writes it; give each its own") from error
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Logs rare events for operators; events that occur in every step are not logged."""
+"""Logs rare events for operators. Events that may occur in every step are not logged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvoffload.bus.bus import Bus
     from kvoffload.bus.feed import Feed
 
-QUIET_S = 10.0  # the minimum time between two warnings of one kind
+QUIET_S = 10.0  # the minimum time between two warnings of the same kind
 
 _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     JobAbandoned: ("error", "job_abandoned"),
@@ -41,7 +41,7 @@ _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     ResetEnded: ("info", "reset_ended"),
     NetBenefitTurned: ("warning", "net_benefit_negative"),
 }
-"""The event classes that may be logged, each with the level and the name of its log line."""
+"""The classes of events that may be logged, each with the level and the name of the log line."""
 
 _OUTCOMES = LoadEnded | StoreEnded | TierCopyEnded
 _FAILURES = {
@@ -52,7 +52,7 @@ _FAILURES = {
 
 
 class AtMostEvery:
-    """Allows one line every `seconds` for each key, and counts the lines held back.
+    """Allows one line for each key in `seconds`, and counts the lines that are held back.
 
     Args:
         seconds: the minimum time between two lines with the same key.
@@ -66,7 +66,10 @@ class AtMostEvery:
         self._held_back: dict[Hashable, int] = {}
 
     def due(self, key: Hashable) -> int | None:
-        """Return how many lines were held back since the last allowed one, or None if this line is held back too."""
+        """Return None if this line must be held back.
+
+        Otherwise return how many lines with this key were held back since the last line that was allowed.
+        """
         now = self._now()
         last = self._last.get(key)
         if last is not None and now - last < self._seconds:
@@ -77,10 +80,10 @@ class AtMostEvery:
 
 
 class LogObserver:
-    """Logs the events of the feed that `subscribe` returns.
+    """Logs events from the feed that `subscribe` returns.
 
     Args:
-        now: the clock for limiting repeated warnings, in seconds.
+        now: the clock by which repeated warnings are held back, in seconds.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -89,9 +92,9 @@ class LogObserver:
         self._warnings = AtMostEvery(QUIET_S, now)
 
     def subscribe(self, bus: Bus, capacity: int = 256) -> Feed[Event]:
-        """Return a feed of the events to log.
+        """Return a feed with the events to log.
 
-        The events are selected inline, because waking another thread costs the engine far more than the check.
+        The engine's thread selects the events, because waking another thread for each event would cost the engine more.
         """
         feed: Feed[Event] = bus.observe("log", capacity)
 
@@ -104,7 +107,7 @@ class LogObserver:
         return feed
 
     async def __call__(self, event: Event) -> None:
-        """Log an event, unless it repeats a warning too soon."""
+        """Log an event, unless the same warning was logged a short time ago."""
         level, name = _LOGGED[type(event)]
         keys = dict(summary_of(event).fields)
         match event:
@@ -129,12 +132,12 @@ class LogObserver:
 
 
 def log_removed(name: str, error: Exception) -> None:
-    """Log that an observer or counter was removed."""
+    """Log that an observer or a counter raised an exception and was removed."""
     get_logger("bus").error("observer_removed", name=name, error=repr(error), exc_info=error)
 
 
 def log_spans_failed(warnings: AtMostEvery) -> None:
-    """Log that spans could not be sent, unless such a warning was logged recently."""
+    """Log that spans could not be sent, unless the same warning was logged a short time ago."""
     held_back = warnings.due("spans")
     if held_back is not None:
         note = "is the collector at otlp_endpoint?"

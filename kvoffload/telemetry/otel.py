@@ -1,15 +1,15 @@
-"""Exports a timeline as OpenTelemetry spans. Importing this module requires the extra `otel`.
+"""Exports a timeline as OpenTelemetry spans. To import this module, the extra `otel` must be installed.
 
-    request                 from its arrival to its end; a child of the engine's span if there is one
-      lookup                one per admission, with its result; pins are events of the request's span
+    request                 from a request's arrival to its end; a child of the engine's span if there is one
+      lookup                one for each admission, with its result; pins are events of the request's span
       load_wait             the request waits for its load
       run                   from admission to end or preemption
-      load                  one rank's part of the load, with `queued` and `copy` inside
-      fetch                 likewise, one rank's part of a fetch from a lower tier
-    spill                   likewise, one rank's part of a copy to a lower tier
-    store                   likewise, one rank's part of a store
+      load                  one rank's copy for the load; contains the spans `queued` and `copy`
+      fetch                 one rank's copy for a fetch from a lower tier; contains the same spans
+    spill                   one rank's copy for a spill to a lower tier; contains the same spans
+    store                   one rank's copy for a store; contains the same spans
 
-Events that belong to no request, such as a reset or an eviction, are spans of length zero.
+Events that do not belong to a request, such as a reset or an eviction, are spans of length zero.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kvoffload.model.causes import LoadOutcome
 from kvoffload.telemetry.timeline import Args, Track, What
 
 _SCOPE = "kvoffload"
-_REMEMBERED = 4096  # requests whose context is kept, because a copy may end after its request
+_REMEMBERED = 4096  # how many requests' contexts are kept, because a copy may end after its request
 _INSIDE = (What.QUEUED, What.COPY)
 _OUTER = (What.STORE, What.LOAD, What.SPILL, What.FETCH)
-# These also match the failures in `CopyOutcome`, the outcome of a rank's copy, which have the same values.
+# `CopyOutcome` has the same values for failures, so this set works for the outcomes of copies, too.
 _FAILURES = {one.value for one in (LoadOutcome.FAILED, LoadOutcome.CORRUPT, LoadOutcome.ABANDONED)}
 
 
@@ -48,7 +48,7 @@ class SpanCanvas:
 
     def __init__(self, tracer: Tracer) -> None:
         self.trace_parent: str | None = None
-        """The W3C `traceparent` that the engine received with the request that begins next; ignored if malformed."""
+        """The W3C `traceparent` of the next request. It is ignored if it is malformed."""
         self._tracer = tracer
         self._extract = TraceContextTextMapPropagator().extract
         self._open: dict[Track, Span] = {}
@@ -74,7 +74,7 @@ class SpanCanvas:
         span.end(_nanoseconds(at))
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
-        """Export a span, unless it is a step's."""
+        """Export a span. Spans of steps are not exported."""
         if what is What.STEP:
             return
         context = self._outer if what in _INSIDE else self._context(track, args)
@@ -90,7 +90,7 @@ class SpanCanvas:
         span.end(_nanoseconds(end))
 
     def instant(self, track: Track, name: str, at: float, args: Args) -> None:
-        """Add an event to the track's open span; without an open span, export a span of length zero."""
+        """Add an event to the open span on this track. If there is none, export a span of length zero."""
         attributes, when = _attributes(args), _nanoseconds(at)
         if (span := self._open.get(track)) is not None:
             span.add_event(name, attributes, when)
@@ -101,17 +101,17 @@ class SpanCanvas:
             alone.end(when)
 
     def _context(self, track: Track, args: Args) -> Context:
-        """Return the context of the span's request, or an empty one if the span has no request, such as a store."""
+        """Return the context of the span's request. It is empty for spans without a request, such as a store's span."""
         if (request := self._open.get(track)) is not None:
             return set_span_in_context(request, Context())
         return self._contexts.get(str(args.get("request")), Context())
 
 
 class OwnIds(IdGenerator):
-    """Generates ids from a separate random generator.
+    """Generates ids with a random generator of its own.
 
-    The SDK uses the process-wide generator, which engines seed. All engines would then use the same ids, and an engine
-    that draws from that generator would get different numbers when spans are on.
+    By default, the SDK uses the generator of the whole process, which engines seed. Then all engines would have the
+    same ids, and an engine that uses that generator would get different numbers if spans are on.
     """
 
     def __init__(self) -> None:
@@ -128,8 +128,8 @@ def make_tracer(about: Mapping[str, str | int], ended: SpanExporter) -> Tracer:
     """Return a tracer for one engine without changing global state.
 
     Args:
-        about: attributes of the engine. OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME override them.
-        ended: receives each sampled span when it ends.
+        about: attributes of the engine. OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME take precedence over them.
+        ended: gets each sampled span when the span ends.
     """
     described = {
         "service.name": _SCOPE,

@@ -1,8 +1,8 @@
-"""Messages for an engine's front end: the metrics' changes since the last message, in types that msgpack supports.
+"""Messages for an engine's front end. A message has what changed in the metrics since the last one, in msgpack's types.
 
     {metric: {labels: value}}        a counter's increase, a gauge's value, a histogram's samples [seconds, ..]
 
-`labels` are the label values of a series, joined by commas. Label values come from enums and contain no comma.
+`labels` are the label values of a series, joined by commas. The values come from enums, so they contain no commas.
 """
 
 from __future__ import annotations
@@ -18,35 +18,36 @@ Payload = dict[str, dict[str, Any]]
 
 _COMMA = ","
 _MIB = 1 << 20
-# The minimum time between messages of a busy engine. Scrapes are rarer, and one message costs as much time as planning
-# several copies.
+# The minimum time between two messages of a busy engine. Scrapes are rarer than this, and a message costs as much
+# time as planning several copies.
 _APART_S = 1.0
 
 
 class Changes:
-    """Creates one engine's messages, on the thread that updates its counters.
+    """Creates the messages of one engine. Use it on the thread that updates the engine's counters.
 
-    An engine can have only one instance, because `take` removes the samples from the counters. Without changes, `take`
-    costs two comparisons; with changes, one comparison per metric.
+    An engine can have only one `Changes`, because `take` removes the samples from the counters. `take` makes two
+    comparisons if nothing has changed, and otherwise one comparison for each metric.
 
     Args:
-        source: the scheduler's side, whose counters and gauges are sent.
-        now: returns monotonic seconds.
+        source: the scheduler's side whose counters and gauges are sent.
+        now: returns the time in seconds of the monotonic clock.
     """
 
     def __init__(self, source: Source, now: Callable[[], float] = time.monotonic) -> None:
         self._source = source
         self.now = now
         self.next_s = now()
-        """When a busy engine sends its next message. From then on, hook times are sent even without other changes."""
+        """The time at which a busy engine sends its next message. After that, hook times are sent even if nothing else
+        has changed."""
         self._changes = -1
         self._sent: dict[str, Mapping[Labels, Any]] = {}
         source.counters.keep_samples()
 
     def take(self) -> Payload | None:
-        """Return the changes since the last call, None if there are none. The first call returns all gauges.
+        """Return what has changed since the last call; None if nothing has. The first call returns all gauges.
 
-        Every step adds hook times, so hook times are returned only together with another change, or after a second.
+        Every step adds hook times. So hook times count as a change only if a second has passed since the last message.
         """
         counters, now = self._source.counters, self.now()
         if counters.changes == self._changes and now < self.next_s:
@@ -60,7 +61,7 @@ class Changes:
         return payload or None
 
     def _changed(self, metric: Metric, series: Mapping[Labels, Any]) -> Mapping[Labels, Any]:
-        """Return the increases of a counter, or the new values of a gauge."""
+        """Return by how much each series of a counter has increased, or a gauge's new values."""
         sent = self._sent.get(metric.name, {})
         if series == sent:
             return {}
@@ -70,7 +71,7 @@ class Changes:
                 for labels, now in series.items()
                 if now != sent.get(labels, 0)
             }
-        else:  # A series that the gauge no longer has is sent as 0, as in a scrape.
+        else:  # if the gauge no longer has a series, send 0 for it, as a scrape would show
             series = {**dict.fromkeys(sent, 0), **series}
             changed = {labels: now for labels, now in series.items() if now != sent.get(labels)}
         self._sent[metric.name] = {**sent, **series}
@@ -82,20 +83,20 @@ def split_labels(joined: str) -> tuple[str, ...]:
 
 
 def merge(payload: Payload, later: Mapping[str, Any]) -> None:
-    """Add a later message to `payload`: add counters, append samples, replace gauges. `later` is not changed.
+    """Add a later message to `payload`. Counters are added up, samples are appended, and gauges are replaced.
 
-    Metrics that this version does not know are left out.
+    `later` is not changed. Metrics that this version does not know are left out.
     """
     for metric, joined, value in entries(later):
         series = payload.setdefault(metric.name, {})
         if metric.kind is Kind.GAUGE or joined not in series:
             series[joined] = value
         else:
-            series[joined] = series[joined] + value  # This adds numbers and concatenates lists.
+            series[joined] = series[joined] + value  # adds numbers, and concatenates lists of samples
 
 
 def summarize(payload: Mapping[str, Any]) -> dict[str, int | float]:
-    """Return the numbers of one interval for vLLM's periodic log line."""
+    """Return the numbers in a message for vLLM's periodic log line."""
     hit, missed = (_count(payload, "kvoffload_lookup_tokens_total", result) for result in ("hit", "miss"))
     return {
         "hit_tokens": hit,
@@ -112,7 +113,7 @@ def summarize(payload: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 def entries(payload: Mapping[str, Any]) -> Iterator[tuple[Metric, str, Any]]:
-    """Yield the metric, the joined labels and the value of each series of a known metric."""
+    """Yield the metric, the joined labels and the value of each series in a message. Unknown metrics are left out."""
     for name, series in payload.items():
         if (metric := BY_NAME.get(name)) is not None:
             for joined, value in series.items():

@@ -1,6 +1,7 @@
 """The provenance of results: version, engine, model, settings, sizes, machine and time.
 
-Journals, traces, reports, JSON output and bench results contain it, so that a file sent by mail still says what ran.
+Journals, traces, reports, JSON output and bench results contain it. So a file alone is enough to know what ran and
+where.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from kvoffload.model.engine import EngineIdentity, EngineShape
 from kvoffload.telemetry.catalogue import Labels
 
 Provenance = dict[str, object]
-"""JSON values by name."""
+"""The provenance's values by name; they are JSON types."""
 
 
 def describe_run(
     identity: EngineIdentity, shape: EngineShape, config: OffloadConfig, unix_s: float
 ) -> Provenance:
-    """Return the provenance of one run of an engine."""
+    """Return the provenance of an engine's run."""
     return {
         **describe_process(unix_s),
         "engine": msgspec.to_builtins(identity),
-        "settings": msgspec.to_builtins(config, enc_hook=str),  # paths become text
+        "settings": msgspec.to_builtins(config, enc_hook=str),  # `enc_hook` turns paths into text
         "ranks": shape.ranks,
         "device_blocks": shape.device_blocks,
         "groups": [f"{group.kind.value}, {group.block_tokens} tokens a block" for group in shape.groups],
@@ -38,7 +39,7 @@ def describe_run(
 
 
 def describe_process(unix_s: float) -> Provenance:
-    """Return the provenance that needs no engine: kvoffload's version, the time, the process and the machine."""
+    """Return the provenance that is known without an engine: kvoffload's version, the time, process and machine."""
     return {
         "kvoffload": kvoffload.__version__,
         "began": datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds"),
@@ -66,7 +67,7 @@ def info_labels(identity: EngineIdentity, config: OffloadConfig) -> Labels:
 
 
 def as_line(provenance: Mapping[str, object]) -> str:
-    """Return the most important values in one line: what ran, where and when."""
+    """Return a line with the most important values: what ran, where and when."""
     engine = provenance.get("engine")
     named = []
     if isinstance(engine, dict):

@@ -1,7 +1,7 @@
-"""The journal's line format, and a reader of its files.
+"""The format of the journal's lines, and a reader of journal files.
 
-Lines never contain request content. Bytes are written as their length and collections as their count, except lists of
-request ids and of slots. All other fields are ids, counts, enums, numbers, or free text without bytes literals.
+Lines never contain the content of requests. Bytes are written as their length, and collections as their length unless
+they contain request ids or slots. All other fields are ids, counts, enums, numbers, or text without bytes literals.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Write = Callable[[Any], object]
 
 
 class Summary(Message, frozen=True):
-    """A message as its class name and its fields, which are JSON values."""
+    """A message as the name of its class and its fields. The fields are JSON values."""
 
     name: str
     fields: Mapping[str, object]
 
 
 def summary_of(message: Any) -> Summary:  # noqa: ANN401  # any message class
-    """Return a message's class name, and its fields as JSON values."""
+    """Return the name of a message's class, and its fields as JSON values."""
     if isinstance(message, Summary):
         return message
     fields = asdict(message)
@@ -56,21 +56,21 @@ def summary_of(message: Any) -> Summary:  # noqa: ANN401  # any message class
 
 
 def to_plain(message: object) -> dict[str, object]:
-    """Return a message's name and fields as they appear in a journal line."""
+    """Return a message's name and fields in the form that a journal's line has."""
     summary = summary_of(message)
     return {"event": summary.name, **summary.fields}
 
 
 @cache
 def _writers(cls: type[Message]) -> dict[str, Write]:
-    """Return the functions that convert fields before they are written, by field name."""
+    """Return, by the field's name, the functions that convert a message's fields before they are written."""
     hints = typing.get_type_hints(cls)
     written = {name: _writer(hints[name]) for name in cls.__struct_fields__}
     return {name: write for name, write in written.items() if write is not None}
 
 
 def _writer(hint: Any) -> Write | None:  # noqa: ANN401  # any annotation
-    """Return the function that converts a field of this type; None if it is written unchanged."""
+    """Return the function that converts fields of this type; None if such fields are written unchanged."""
     args = typing.get_args(hint)
     if NoneType in args:
         present, _ = args
@@ -96,16 +96,16 @@ def _lengths(groups: Iterable[Sized]) -> list[int]:
 
 
 def scrub(text: str) -> str:
-    """Return free text, shortened and without the content of bytes literals."""
+    """Return a text without the content of bytes literals, and cut off if it is long."""
     return _BYTES_LITERAL.sub("b'...'", text)[:_TEXT_CHARACTERS]
 
 
-# `str` is free text: ids have types of their own.
+# Fields of type `str` are free text, because ids have types of their own.
 _WRITERS: dict[object, Write | None] = {bytes: len, str: scrub, int: None, float: None, bool: None}
 
 
 class _ReadOfFacts(msgspec.Struct):
-    """The fields of facts that readers use."""
+    """The fields that a reader uses of a fact."""
 
     request: str = ""
     job: int = 0
@@ -118,17 +118,17 @@ _EVENTS = {cls.__name__: cls for cls in Event.__subclasses__()}
 # -- reading files --------------------------------------------------------------------------------------------------
 
 BEGUN = "JournalBegun"
-"""The event name of each file's first line, which contains the provenance."""
+"""The event name in the first line of each file. This line contains the provenance."""
 
-_LONGEST_LINE = 1 << 24  # bytes; a line that lists all slots of a large host takes a few hundred thousand
-_END_OF_TIME = 1e11  # seconds: the year 5138
+_LONGEST_LINE = 1 << 24  # in bytes; a line with all slots of a large host memory has a few hundred thousand
+_END_OF_TIME = 1e11  # in unix seconds: the year 5138
 _TAIL_BYTES = 1 << 20
 _START = re.compile(rb'\{"seq": ?\d+, ?"t": ?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?), ?"event": ?"(\w+)"')
 _GZIP = b"\x1f\x8b"
 
 
 class _Line(msgspec.Struct):
-    """The fields that every line has."""
+    """The fields that every line of a journal has."""
 
     seq: int
     t: Annotated[float, msgspec.Meta(gt=-_END_OF_TIME, lt=_END_OF_TIME)]
@@ -143,9 +143,9 @@ class Record:
     """One line of a journal's file.
 
     Args:
-        sequence: the line's number; a gap means that lines were dropped.
-        time: in unix seconds, by the writer's clock.
-        message: an event, or a fact's summary.
+        sequence: the line's number. If numbers are missing, lines were dropped.
+        time: the time in unix seconds, by the writer's clock.
+        message: an event, or the summary of a fact.
     """
 
     sequence: int
@@ -158,8 +158,8 @@ class JournalError(KVOffloadError):
 
     Args:
         path: the file's path.
-        line: the number of the bad line; 0 if the file cannot be opened.
-        problem: the reason.
+        line: the number of the line that cannot be read; 0 if the file cannot be opened.
+        problem: why the line or the file cannot be read.
     """
 
     def __init__(self, path: Path, line: int, problem: str) -> None:
@@ -171,11 +171,11 @@ class JournalError(KVOffloadError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Selects the lines to read; by default all.
+    """Selects which lines of a journal to read. By default, all lines are read.
 
     Args:
-        since, until: unix seconds; lines before `since` or after `until` are skipped.
-        request: read only the lines of this request and its loads; None for all requests.
+        since, until: times in unix seconds. Lines before `since` or after `until` are skipped.
+        request: the request whose lines to read, including those of its loads; None for all lines.
     """
 
     since: float = -math.inf
@@ -186,15 +186,15 @@ class Part:
 def read_journal(
     path: Path, part: Part | None = None, on_begun: OnBegun = lambda provenance: None
 ) -> Iterator[Record]:
-    """Yield the lines of a journal's files, oldest first.
+    """Yield the lines of a journal's files, the oldest line first.
 
     Args:
-        path: the journal; the rotated file is read before it.
-        part: the lines to read.
-        on_begun: called with the provenance in each file's first line.
+        path: the journal's file. If there is a rotated file, it is read first.
+        part: which lines to read.
+        on_begun: called with the provenance when a file's first line is read.
 
     Raises:
-        JournalError: a file cannot be opened (line 0), or a line is not in the journal's format.
+        JournalError: a file cannot be opened, or a line does not have the journal's format.
     """
     part = part or Part()
     records = (record for file in files_of(path) for record in _read_file(file, part, on_begun))
@@ -202,25 +202,26 @@ def read_journal(
 
 
 def rotated(path: Path) -> Path:
-    """Return the path to which a full file is renamed."""
+    """Return the path to which a full journal file is renamed."""
     return Path(f"{path}.1")
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return a journal's files, oldest first: the rotated one, if it exists, and `path`."""
+    """Return a journal's files: the rotated file, if it exists, and then `path`."""
     before = rotated(path)
     return [before, path] if path.exists() and before.exists() else [path]
 
 
 def last_time(path: Path) -> float | None:
-    """Return the time of a journal's last complete line; None if there is none.
+    """Return the time of a journal's last complete line; None if the journal has no complete line.
 
     Raises:
         JournalError: the file cannot be opened.
     """
     latest = -math.inf
-    with _open(path) as file, suppress(OSError, EOFError, zlib.error):  # a truncated gzip file
-        if not isinstance(file, gzip.GzipFile):  # the end of a plain file is enough
+    # Errors mean that a gzip file is truncated.
+    with _open(path) as file, suppress(OSError, EOFError, zlib.error):
+        if not isinstance(file, gzip.GzipFile):  # a plain file need only be read near its end
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
         while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
             found = _START.match(line)
@@ -247,7 +248,7 @@ def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
                 if not (line := file.readline(_LONGEST_LINE)):
                     return
                 record = _parse(line, part, on_begun)
-            # A line may contain anything, even nesting too deep for the parser.
+            # A line may contain anything, even JSON that is nested too deep for the parser.
             except (ValueError, RecursionError, OSError, EOFError, zlib.error) as error:
                 raise JournalError(path, number, str(error)) from error
             if record is not None:
@@ -255,7 +256,7 @@ def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
 
 
 def _parse(line: bytes, part: Part, on_begun: OnBegun) -> Record | None:
-    """Return a line's record, or None for a file's first line and for lines outside `part`."""
+    """Return the record of a line. Return None for a file's first line and for lines that `part` does not select."""
     found = _START.match(line)
     if found is not None and found[2] != BEGUN.encode() and not part.since <= float(found[1]) <= part.until:
         return None
@@ -264,7 +265,7 @@ def _parse(line: bytes, part: Part, on_begun: OnBegun) -> Record | None:
         raise ValueError(
             "the line is longer than any" if long else "the line is cut off: its writer stopped in the middle"
         )
-    try:  # msgspec would refuse lone surrogates, which stand for bytes of a path that are not UTF-8
+    try:  # not msgspec, because it refuses lone surrogates, which stand for bytes that are not UTF-8
         values = json.loads(line, parse_constant=_finite, parse_float=_finite)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
@@ -287,11 +288,11 @@ def _finite(text: str) -> float:
 
 
 def _of_request(records: Iterator[Record], request: str) -> Iterator[Record]:
-    """Yield the lines of a request and its loads, renumbered without gaps."""
+    """Yield the lines of a request and its loads. They get new numbers without gaps."""
     jobs: set[object] = set()
     before = number = 0
     for record in records:
-        if record.sequence <= before:  # another process wrote the lines from here on
+        if record.sequence <= before:  # from this line on, another process wrote the journal
             number = 0
             jobs.clear()
         before = record.sequence

@@ -1,8 +1,8 @@
-"""The observer that sends an engine's timeline to a collector, as OpenTelemetry spans.
+"""Sends an engine's timeline to a collector as OpenTelemetry spans.
 
-Messages are selected inline and offered to a feed; another thread makes and sends the spans. If the collector does not
-answer, the feed fills, and further messages are dropped and counted; the engine is not slowed. After a gap every open
-span ends as "unfinished", because the missed messages are unknown.
+The engine's thread puts messages into a feed; another thread makes the spans and sends them. If the collector does not
+answer, the feed becomes full, and more messages are dropped and counted. The engine is not slowed. After messages were
+dropped, every open span ends as "unfinished", because a dropped message may have ended it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ NAME = "spans"
 _BATCH = 512
 _VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _PACKAGES = {"http/protobuf": "http", "grpc": "grpc"}
-"""The exporter's package for each protocol."""
+"""For each protocol, the name of the exporter's package."""
 _FACTS = (facts.RequestSeen, facts.BlocksAllocated, facts.StepScheduled, facts.RequestEnded)
 
 
 class Entry(NamedTuple):
-    """A message in the feed. For a new request, `trace_parent` is the parent span that the engine received."""
+    """A message in the feed. If the message is about a new request, `trace_parent` is the request's parent span."""
 
     sequence: int
     time: float
@@ -49,9 +49,9 @@ class SpanObserver:
     """Sends the spans of one engine.
 
     Args:
-        exporter: sends the spans; shut down when this observer ends.
+        exporter: sends the spans. It is shut down when this observer ends.
         about: attributes that describe the engine.
-        now: the clock, in unix seconds.
+        now: returns the time in unix seconds.
     """
 
     def __init__(self, exporter: SpanExporter, about: dict[str, str | int], now: Callable[[], float]) -> None:
@@ -70,12 +70,12 @@ class SpanObserver:
         self._on_failure: Callable[[], object] | None = None
 
     def subscribe(self, bus: Bus, on_failure: Callable[[], object], capacity: int = 4096) -> None:
-        """Start to follow the engine.
+        """Start to receive the engine's messages.
 
         Args:
             bus: the engine's bus.
-            on_failure: called on the executor's thread for each batch that could not be sent.
-            capacity: how many messages may wait; further ones are dropped.
+            on_failure: called, on the executor's thread, for each batch of spans that could not be sent.
+            capacity: how many messages may wait in the feed. More messages are dropped.
         """
         self._on_failure = on_failure
         self._feed = bus.observe(NAME, capacity)
@@ -87,8 +87,8 @@ class SpanObserver:
         """Make and send spans until the bus is closed. If the exporter raises, this observer stops.
 
         Args:
-            executor: runs the exporter, which may block its thread.
-            on_removed: called with this observer's name and the exception.
+            executor: runs the exporter, which may block a thread.
+            on_removed: called with this observer's name and the exporter's exception.
         """
         assert self._feed is not None, "subscribe() comes first"
         loop = asyncio.get_running_loop()
@@ -100,13 +100,13 @@ class SpanObserver:
             call_guarded(on_removed, NAME, exc)
         finally:
             self._feed.abandon()
-            with suppress(RuntimeError):  # the portal has already shut the executor down
+            with suppress(RuntimeError):  # raised if the portal has already shut the executor down
                 executor.submit(self._exporter.shutdown)
 
     # -- on the engine's thread -------------------------------------------------------------------------------------
 
     def expect(self, trace_parent: str | None) -> None:
-        """Set the parent of the next request's span. Called on the engine's thread before each `RequestSeen`."""
+        """Set the parent of the next request's span. Call this on the engine's thread before each `RequestSeen`."""
         self._next_parent = trace_parent
 
     def _offer(self, message: object) -> None:
@@ -141,7 +141,7 @@ class SpanObserver:
 
 
 def endpoint_of(config: OffloadConfig) -> str | None:
-    """Return the collector's URL from `otlp_endpoint`, or else from the environment; None if neither is set.
+    """Return the collector's URL from `otlp_endpoint` or, if that is not set, from the environment; None without a URL.
 
     The environment variable may be meant for other programs, so it is used only if the extra `otel` is installed.
     """
@@ -158,7 +158,7 @@ def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], floa
     """Return the observer that sends spans; None if no collector is configured.
 
     Raises:
-        ConfigError: the packages are not installed, or the environment asks for an unknown protocol.
+        ConfigError: the extra `otel` is not installed, or an environment variable names an unknown protocol.
     """
     if (endpoint := endpoint_of(config)) is None:
         return None
@@ -172,13 +172,13 @@ def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], floa
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
-    """Return an exporter to this collector; it sends nothing yet.
+    """Return an exporter to this collector. The exporter sends nothing before it gets spans.
 
     The protocol comes from OTEL_EXPORTER_OTLP_TRACES_PROTOCOL or OTEL_EXPORTER_OTLP_PROTOCOL. Headers, timeouts,
-    compression and certificates come from the environment too.
+    compression and certificates also come from environment variables.
 
     Raises:
-        ConfigError: the packages are not installed, or the environment asks for an unknown protocol.
+        ConfigError: the extra `otel` is not installed, or an environment variable names an unknown protocol.
     """
     named = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
         "OTEL_EXPORTER_OTLP_PROTOCOL"
@@ -203,10 +203,10 @@ def make_exporter(endpoint: str) -> SpanExporter:
 
 
 def check_exporter(config: OffloadConfig) -> None:
-    """Check that an exporter can be made, if a collector is configured.
+    """If a collector is configured, check that spans can be sent to it.
 
     Raises:
-        ConfigError: the packages are not installed, or the environment asks for an unknown protocol.
+        ConfigError: the extra `otel` is not installed, or an environment variable names an unknown protocol.
     """
     if (endpoint := endpoint_of(config)) is not None:
         make_exporter(endpoint).shutdown()

@@ -1,9 +1,9 @@
 """Draws a journal as a timeline: steps, requests with their lookups and loads, and the copies of each rank.
 
-The canvas is a trace file for Perfetto and chrome://tracing, or OpenTelemetry spans.
+The output is a trace file for Perfetto and chrome://tracing, or OpenTelemetry spans.
 
-A rank's report says how long a copy was queued and how long it ran, but not when. So the copy is drawn as if it was
-submitted when its job was scheduled; the rest of its span is the time until the report arrived.
+A rank's report says how long a copy was queued and how long it ran, but not when it started. So the copy is drawn as
+if it was submitted when its job was scheduled. Its span also includes the time until the report arrived.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """One line of the picture. Lines with the same `group` are shown together, sorted by `order` and `row`."""
+    """A line in the timeline. Lines with the same `group` are shown together, sorted by `order` and `row`."""
 
     group: str
     order: int
@@ -47,21 +47,21 @@ class Track:
 
     @property
     def name(self) -> str:
-        """The label next to the line."""
+        """The line's label."""
         return self.lane if not self.row else f"{self.lane} {self.row + 1}"
 
 
 class Canvas(Protocol):
-    """The output that a timeline is drawn on: a trace file, or spans for a collector. Times are unix seconds."""
+    """What a timeline is drawn on: a trace file, or spans for a collector. Times are unix seconds."""
 
     def begin(self, track: Track, request: str, at: float) -> None:
-        """Begin a request on this line."""
+        """Record that a request begins on this line."""
 
     def end(self, track: Track, at: float, how: str) -> None:
-        """End the request on this line."""
+        """Record that the request on this line ends."""
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
-        """Draw a span. Spans inside it are drawn after it, on the same line."""
+        """Draw a span. The spans that it contains are drawn after it, on the same line."""
 
     def instant(self, track: Track, name: str, at: float, args: Args) -> None:
         """Draw an event that has no duration."""
@@ -71,8 +71,8 @@ class Trace:
     """A `Canvas` that writes each trace event at once, because journals may be large.
 
     Args:
-        write: writes the next piece of the file's text.
-        origin: the trace's time 0, in unix seconds.
+        write: appends a text to the file.
+        origin: the time at which the trace begins, in unix seconds.
     """
 
     def __init__(self, write: Callable[[str], object], origin: float) -> None:
@@ -83,14 +83,14 @@ class Trace:
         self._separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
 
     def close(self, provenance: Args) -> None:
-        """Write the end of the file. Viewers show the provenance as metadata."""
+        """Write the end of the file, with the provenance, which viewers show as metadata."""
         self._write(f'\n],"otherData":{json.dumps(provenance, separators=(",", ":"))}}}\n')
 
     def begin(self, track: Track, request: str, at: float) -> None:
-        """Draw nothing: the request's spans on this line show it."""
+        """Draw nothing, because the request's spans show when the request begins."""
 
     def end(self, track: Track, at: float, how: str) -> None:
-        """Draw nothing."""
+        """Draw nothing, because the request's spans show when the request ends."""
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
         """Draw a span."""
@@ -108,7 +108,7 @@ class Trace:
         self._emit({**event, **where, "ts": self._microseconds(at), "args": args})
 
     def _name(self, track: Track) -> None:
-        """Write a line's name and order when it is first used."""
+        """Write a line's name and order. This is called when the line is first used."""
         if track.group not in self._groups:
             self._groups[track.group] = len(self._groups) + 1
             self._describe("process", track, 0, track.group, track.order)
@@ -130,7 +130,7 @@ class Trace:
 
 # -- the timeline --------------------------------------------------------------------------------------------------
 
-_SCHEDULER, _REQUESTS, _RANKS = 1, 2, 10  # the order of groups in the picture
+_SCHEDULER, _REQUESTS, _RANKS = 1, 2, 10  # the order of the groups in the timeline
 STEPS = Track("scheduler", _SCHEDULER, "steps")
 HOST = Track("scheduler", _SCHEDULER, "host memory")
 DISK = Track("scheduler", _SCHEDULER, "disk")
@@ -155,19 +155,19 @@ _NOTED: dict[type[events.Event], Track] = {
     events.FactRejected: NOTES,
     events.OffloadingDegraded: NOTES,
 }
-_JOBS = 4096  # the number of remembered jobs; older jobs are drawn only from their reports
+_JOBS = 4096  # how many jobs are remembered; older jobs are drawn only from their reports
 
 Scheduled = events.StoreScheduled | events.LoadScheduled | events.TierCopyScheduled
 Moment = events.HitPinned | events.HitDropped | events.LookupDeferred | events.FirstTokenReached
 
 
 def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[], Args]) -> None:
-    """Write the trace of a journal, with a timeline for each process that wrote to the journal.
+    """Write the trace of a journal, with a timeline for each process that wrote the journal.
 
     Args:
-        records: the journal's lines, at least one.
-        file: the file to write to.
-        provenance: returns the provenance; called at the end.
+        records: the journal's lines; there must be at least one.
+        file: the file to write.
+        provenance: returns the provenance. It is called after all lines were read.
     """
     timeline = None
     for record in records:
@@ -185,13 +185,13 @@ def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[]
 
 
 class Rows:
-    """Assigns overlapping spans of a lane to different rows, because spans on one line may nest but not overlap."""
+    """Puts overlapping spans of a lane into different rows, because spans in one row may be nested but not overlap."""
 
     def __init__(self) -> None:
-        self._ends: dict[tuple[str, str], list[tuple[float, int]]] = {}  # heaps of (end, row)
+        self._ends: dict[tuple[str, str], list[tuple[float, int]]] = {}  # for each lane, a heap of (end, row)
 
     def place(self, group: str, lane: str, start: float, end: float) -> int:
-        """Return a row of the lane that is free at `start`, and reserve it until `end`."""
+        """Return a row of this lane that is free at `start`, and reserve the row until `end`."""
         ends = self._ends.setdefault((group, lane), [])
         if not ends or ends[0][0] > start:
             heapq.heappush(ends, (end, row := len(ends)))
@@ -207,23 +207,24 @@ class _Request:
     waits_since: float | None
     runs_since: float | None = None
     loads: dict[JobId, tuple[float, int]] = field(default_factory=dict)
-    """The time at which each load was scheduled, and its tokens."""
+    """For each load: the time at which it was scheduled, and the number of its tokens."""
 
 
 class Timeline:
-    """The timeline of one process. Its memory is bounded, so it can follow a running engine.
+    """Draws the timeline of one process. It uses a limited amount of memory, so it can also follow a running engine.
 
     Args:
-        canvas: the output to draw on.
+        canvas: what to draw on.
     """
 
     def __init__(self, canvas: Canvas) -> None:
         self.sequence = 0
         self._canvas = canvas
-        self._rows = Rows()  # for the ranks' copies
+        self._rows = Rows()  # the rows for the ranks' copies
         self._time = 0.0
         self._step: tuple[float, Args] | None = None
-        self._jobs: dict[JobId, tuple[float, int, RequestId | None]] = {}  # time scheduled, blocks, request
+        # When each job was scheduled, its number of blocks, its request.
+        self._jobs: dict[JobId, tuple[float, int, RequestId | None]] = {}
         self._requests: dict[RequestId, _Request] = {}
         self._free_rows: list[int] = []  # a heap
         self._request_rows = 0
@@ -236,7 +237,7 @@ class Timeline:
             events.LookupAnswered: self._on_answered,
             events.FirstTokenReached: self._on_first_token,
         }
-        """The method that draws an event, by the event's class."""
+        """The methods that draw events, by the event's class."""
 
     def draw(self, record: Record) -> None:
         at, message = record.time, record.message
@@ -251,7 +252,7 @@ class Timeline:
         self._time = at
 
     def close(self) -> None:
-        """Draw everything that is still open, up to the last record."""
+        """Draw all open steps and requests as if they ended with the last record."""
         self._end_step(self._time)
         for name in list(self._requests):
             self._end(name, self._time, "unfinished")
@@ -263,7 +264,7 @@ class Timeline:
         match fact.name:
             case "RequestSeen":
                 if not self._requests:
-                    self._end_step(self._time)  # the engine was idle after the last record
+                    self._end_step(self._time)  # after the last record, the engine was idle
                 self._begin(name, at)
             case "BlocksAllocated":
                 self._find(name, at).runs_since = at
@@ -278,7 +279,7 @@ class Timeline:
             self._end_step(at)
 
     def _end_step(self, at: float) -> None:
-        """End the open step, if any, at this time and draw it."""
+        """If a step is open, end it at this time and draw it."""
         if self._step is not None:
             start, fields = self._step
             self._canvas.span(STEPS, What.STEP, f"step {fields.get('step')}", start, at, fields)
@@ -295,11 +296,11 @@ class Timeline:
         return request
 
     def _find(self, name: RequestId, at: float) -> _Request:
-        """Return a request. If the journal lacks its arrival, begin it at this time."""
+        """Return the request of this name. If its arrival is not in the journal, it begins at this time."""
         return self._requests.get(name) or self._begin(name, at)
 
     def _stop(self, name: RequestId, at: float, how: str) -> None:
-        """End a request's run. A preempted request waits again."""
+        """Draw a request's run up to this time. A preempted request then waits again."""
         request = self._requests.get(name)
         if request is None:
             return
@@ -325,13 +326,14 @@ class Timeline:
         self._canvas.instant(track, type(event).__name__, at, summary_of(event).fields)
 
     def _on_first_token(self, at: float, event: events.FirstTokenReached) -> None:
-        if event.request in self._requests:  # a request that generates one token has already ended
+        # If a request generates only one token, it has already ended here.
+        if event.request in self._requests:
             self._on_instant(at, event)
 
     def _on_answered(self, at: float, event: events.LookupAnswered) -> None:
         request = self._find(event.request, at)
         if request.waits_since is not None:
-            # The allocation may be recorded first, and spans of a row must not overlap.
+            # The allocation may be recorded before this event, and spans in a row must not overlap.
             end = at if request.runs_since is None else request.runs_since
             self._canvas.span(
                 request.track, What.LOOKUP, "lookup", request.waits_since, end, summary_of(event).fields
@@ -340,7 +342,7 @@ class Timeline:
 
     def _on_load_ended(self, at: float, event: events.LoadEnded) -> None:
         request = self._requests.get(event.request)
-        if request is not None and event.job in request.loads:  # a corrupt load has two events
+        if request is not None and event.job in request.loads:  # a corrupt load has two of these events
             self._loaded(request, event.job, at, event.outcome.value)
 
     def _loaded(self, request: _Request, job: JobId, at: float, outcome: str) -> None:
