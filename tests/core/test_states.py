@@ -135,6 +135,13 @@ def test_either_all_slots_can_hit_and_are_pinned_or_none_is(state: SlotState) ->
     assert picture(pool) == before
 
 
+def test_a_slot_that_is_pinned_and_invalidated_is_not_pinned_again() -> None:
+    pool, slot = pool_with(SlotState.PINNED)
+    pool.invalidate(slot)
+    with pytest.raises(IllegalTransition):
+        pool.pin((slot,))
+
+
 def test_an_empty_slot_is_not_quarantined() -> None:
     pool, slot = pool_with(SlotState.EMPTY)
     before = picture(pool)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,18 +33,31 @@ def disk_at(place: DiskPlace, threads: Executor) -> RankDisk:
     return RankDisk(FileOpening(place, SHAPE, 1 << 20), arena, threads, FakeClock(), timeout_s=1.0)
 
 
-def test_any_exception_of_its_opening_refuses_the_disk(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> KVIdentity:
-        raise MemoryError("no")
+def has_no_memory() -> KVIdentity:
+    raise MemoryError("no")
 
+
+def has_no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("identify", "reason"), [(has_no_memory, "MemoryError: no"), (lambda: IDENTITY, "no room for")]
+)
+def test_any_exception_of_its_opening_refuses_the_disk(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    identify: Callable[[], KVIdentity],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", has_no_room)
     threads = ManualExecutor(held=False)
-    disk = disk_at(DiskPlace(tmp_path, fail), threads)
+    disk = disk_at(DiskPlace(tmp_path, identify), threads)
     report = disk.take()
     assert report is not None
     assert not report.works
-    assert "MemoryError: no" in caplog.text
+    assert reason in caplog.text
 
 
 def test_a_fetch_from_a_store_may_be_cancelled_while_the_disk_opens(tmp_path: Path) -> None:

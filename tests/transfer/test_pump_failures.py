@@ -47,6 +47,17 @@ async def test_a_fault_of_the_copier_fails_the_job_and_the_next_one_goes_well(
         rig.assert_nothing_held()
 
 
+async def test_a_fence_that_the_copier_refuses_is_recorded_by_the_load_itself() -> None:
+    rig = Rig()
+    await rig.arena.prepare()
+    rig.copier.refuse_fence(CopyError("no event"))
+    with capture_logs() as logs:
+        fence = rig.pump.fence()
+    assert [entry["event"] for entry in logs] == ["fence_refused"]
+    rig.pump.submit_loads([load(1, [1], [1])], fence)
+    assert rig.copier.tickets[0].fences == (1,)
+
+
 async def hand_in_one(rig: Rig, kind: str, number: int) -> None:
     if kind == "load":
         rig.pump.submit_loads([load(number, [1], [1])])

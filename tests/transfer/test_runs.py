@@ -179,3 +179,10 @@ def test_odd_lengths_are_not_cut_into_crumbs() -> None:
     end = len(starts) * 1001
     assert (target[:end].reshape(-1, 1001)[:, :1000] == source[:end].reshape(-1, 1001)[:, :1000]).all()
     assert not target[:end].reshape(-1, 1001)[:, 1000].any()
+
+
+def test_long_pieces() -> None:
+    source = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
+    target = np.zeros_like(source)
+    choose_copy()(pieces_of(source, target, array(0, 1 << 20), array(1 << 20, 2 << 20)))
+    assert (target == source).all()
