@@ -352,7 +352,7 @@ class Spills(_Copies[Spill]):
         super().reported(job, rank, report)
 
     def _arrived(self, job: Spill) -> None:
-        """Make the blocks findable on the tier. The next process can also find blocks on the disk."""
+        """Let lookups find the blocks on the tier. The next process can find those on the disk, too."""
         tier = self._tier
         tier.spill_ended(job, self._state.jobs.last, is_load_open=self._is_load_open)
         self._settle(job, job.keys, TierOutcome.DONE)

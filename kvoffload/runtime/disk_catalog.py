@@ -154,7 +154,7 @@ class DiskCatalog:
     def reset(self) -> bool:
         """Remove the index; return whether the reset is complete.
 
-        Before the folder is locked, this does not wait for the removal: this process has written nothing, and blocks
+        Before the folder is locked, this method does not wait for the removal: this process has written nothing, and blocks
         that other processes wrote belong to the weights on disk.
         """
         self._was_reset = True

@@ -64,7 +64,7 @@ Limits = Mapping[Direction, int]
 ENGINE_ONLY: Limits = dict.fromkeys(Direction, 0)
 """Every copy goes through the copy engine."""
 
-_ALIGNED = 16  # in bytes; at other addresses the kernel is slower than `crossover.py` measures
+_ALIGNED = 16  # In bytes. At unaligned addresses the kernel is slower than `crossover.py` measures.
 _EVENTS_AHEAD = 64
 # Slices that the coroutine's thread enqueues before it checks other batches. On an H200 one took up to 0.9 ms, and meanwhile
 # the stream of the other direction may run empty.

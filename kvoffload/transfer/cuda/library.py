@@ -142,7 +142,7 @@ class CudaLibrary:
 def _typed(function: Any, types: tuple[Any, ...]) -> Any:  # noqa: ANN401  # ctypes has no types for these
     """Set the types of a function and return the function.
 
-    Each look-up returns a new object, so others are unaffected.
+    Each look-up of a function returns a new object, so other uses are unaffected.
     """
     function.argtypes = types
     function.restype = c_int

@@ -107,7 +107,7 @@ class PageKernel:
         self._buffers.append(buffer)
 
     def _free_buffer(self) -> _Buffer:
-        """Remove and return the oldest buffer, whose launch must have ended; or raise `BufferError`."""
+        """Remove and return the oldest buffer. Raise `BufferError` if its launch has not ended, or if there is none."""
         # If there is no buffer, other threads use all buffers, or failed launches have dropped them.
         with suppress(IndexError):
             buffer = self._buffers.popleft()
