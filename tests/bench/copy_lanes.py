@@ -31,7 +31,7 @@ REGIONS = 8
 PAGE = 64 * 2**10
 STORES = 4  # the stores that are queued before a load have this many times the load's bytes
 _POLL_S = 0.0002
-_HEAD_START_S = 0.005  # wait so long for the first stores to begin
+_HEAD_START_S = 0.005  # seconds after which the first stores have begun
 
 
 class Lanes:
@@ -59,8 +59,8 @@ class Lanes:
             time.sleep(_POLL_S)
 
     def load_seconds(self, *, stores: bool) -> float:
-        """Return how many seconds a load of scattered blocks takes. With `stores`, stores are queued before
-        it.
+        """Return the seconds that a load of scattered blocks takes. With `stores`, queue stores before the
+        load.
         """
         order = self._draw.permutation(self._blocks)
         blocks, slots = self._draw.permutation(order), order

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvoffload.transfer.runs import Numbers
 
-    Pages = NDArray[np.uint8]  # Indexed by region, block or slot, and byte of the page.
+    Pages = NDArray[np.uint8]  # The shape is [regions, blocks or slots, bytes of a page].
 
 P = ParamSpec("P")
 T = TypeVar("T")

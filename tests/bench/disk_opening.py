@@ -34,7 +34,7 @@ _GOAL_S, _GOAL_STEP_MS = 5.0, 10.0
 def opening(folder: Path, blocks: int, repeats: int) -> Iterator[Line]:
     """Write an index of `blocks` blocks, and open it as a starting engine does.
 
-    Existing objects are hidden from the garbage collector, as vLLM does after its start.
+    The garbage collector ignores all existing objects, as in vLLM after its start.
 
     Raises:
         CommandError: the index cannot be opened.
@@ -66,7 +66,7 @@ def _write(folder: Path, blocks: int) -> KVIdentity:
     keys = random.bytes(blocks * _KEY_BYTES)
     puts = np.empty(blocks, record_type(_RANKS))
     puts["slot"] = random.permutation(blocks)
-    puts["kind"] = 1  # the number of a put record
+    puts["kind"] = 1  # the number 1 stands for a put record
     puts["key_bytes"] = _KEY_BYTES
     puts["key"] = np.frombuffer(keys, f"V{_KEY_BYTES}")
     puts["sums"] = random.integers(0, 2**63, (blocks, _RANKS), np.uint64)

@@ -58,14 +58,14 @@ def run(args: argparse.Namespace) -> int:
 @dataclass(frozen=True)
 class Size:
     blocks: int = 64
-    # tokens, keys and values, layers, heads, head size, and bytes of a float32
+    # the factors are tokens, keys and values, layers, heads, head size, and bytes of a float32
     block_bytes: int = engines.BLOCK * 2 * 4 * 8 * 64 * 4
     shape: Mapping[str, int] = field(default_factory=lambda: LARGER)
 
     def transfer(self, name: str, folder: Path) -> dict[str, Any]:
         """Return the engine's option for a connector.
 
-        Our host memory is four times a prompt, because fetches may fill only a quarter of it.
+        Our host memory has room for four prompts, because fetches may fill only a quarter of it.
         """
         from tests.vllm.stock import fs_peer
 
@@ -95,7 +95,7 @@ class Side:
     read: list[int] = field(default_factory=list)
     written: int = 0
     not_read: int = 0
-    """for how many timed prompts the process read too few bytes from the disk"""
+    """The number of timed prompts that were not read completely from the disk."""
 
     def fill(self, prompts: Sequence[Prompt], others: Sequence[Prompt]) -> None:
         with self._living() as llm:
@@ -144,8 +144,11 @@ class Side:
         before = moved("write_bytes")
         with (
             patch(
-                "kvoffload_vllm.kv_identity.process_began_ns", time.time_ns
-            ),  # Weights that are newer than the process are refused.
+                "kvoffload_vllm.kv_identity.process_began_ns",
+                time.time_ns,
+                # Pretend that the process started now, because weights that are newer than the process are
+                # refused.
+            ),
             engines.in_process(self.checkpoint, **options) as llm,
         ):
             serve(llm, [1, 2, 3])

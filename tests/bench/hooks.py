@@ -111,7 +111,8 @@ def _measure_case(
         for name, steps in _ride(riders, draw_prompts(draw, running), tokens).items():
             decode = [step.hook_ns / 1e3 for step in steps if step.requests == step.tokens == running]
             prefill = [step.hook_ns / 1e3 for step in steps if step.tokens > step.requests]
-            # all time in hooks, including steps that only wait for copies, per step that computes
+            # Divide the time in all hooks, also of steps that only wait for copies, by the number of steps
+            # that compute.
             whole = sum(step.hook_ns for step in steps) / 1e3 / sum(step.tokens > 0 for step in steps)
             gathered["all"].setdefault(name, []).append(whole)
             for phase, times in (("decode", decode), ("prefill", prefill)):

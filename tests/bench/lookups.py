@@ -22,7 +22,7 @@ _WARM_UP = 5
 
 
 def measure(blocks: Sequence[int], samples: int) -> Iterator[Line]:
-    """Measure lookups of each of these numbers of blocks, and lookups that miss."""
+    """Measure lookups that find this many blocks, for each number in `blocks`, and lookups that miss."""
     for count in blocks:
         took = _times(count, samples)
         for name, what in (

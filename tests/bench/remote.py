@@ -1,5 +1,5 @@
 """Compares the remote tier with the store's own client, and measures engines that share a store, also while
-it hangs.
+the store hangs.
 
 The stores run on this machine: a Mooncake master with one node, and SeaweedFS as an S3 server. Each repeat
 writes and reads the same bytes, first with the store's own client and then through the tier, so that other

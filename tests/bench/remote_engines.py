@@ -1,13 +1,13 @@
-"""Measures engines that share a store: what a second engine gains, and what the store costs, also while it
-hangs.
+"""Measures engines that share a store: what a second engine gains, and what a store costs, also while the
+store hangs.
 
-* A second engine serves prompts whose blocks another engine has written to the store. It alternates with an
-  engine that computes the same prompts.
+* A second engine serves prompts whose blocks another engine has written to the store. It alternates with
+  an engine that computes the same prompts.
 * Four engines alternate. They play conversations that do not fit in host memory: without a store, with a
   store that is never used, with a working store, and with a dead store.
-* An engine serves a ring of prompts that fits neither on the device nor on the host, so that each prompt is
-  fetched from the store. The process with the values is then stopped. The bench counts tokens per second
-  before, during and after the stop.
+* An engine serves a ring of prompts that fits neither on the device nor on the host, so that each prompt
+  is fetched from the store. The process with the values is then stopped. The bench counts tokens per
+  second before, during and after the stop.
 """
 
 from __future__ import annotations
@@ -182,9 +182,7 @@ def _ring_host(options: DemoOptions) -> int:
 
 @asynccontextmanager
 async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
-    """Let clients serve a ring of prompts. Each second appends an item to the yielded list: the tokens of
-    that second.
-    """
+    """Let clients serve a ring of prompts. The yielded list receives each second's number of tokens."""
     prompts, tokens, now = (
         itertools.cycle(_prompts(_RING, _RING_TOKENS)),
         [0],
@@ -244,5 +242,5 @@ async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
 
 
 def _prompts(count: int, tokens: int) -> list[list[int]]:
-    draw = random.Random(1)  # not the warm-up's seed, because its first prompt would be the same
+    draw = random.Random(1)  # with the warm-up's seed, the first prompt would be the warm-up's prompt
     return [draw.choices(range(256), k=tokens) for _ in range(count)]

@@ -20,7 +20,7 @@ from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out
 
 MODES = ("off", "sample", "full")
-REGIONS = 32  # keys and values of 16 layers, or 32 layers with keys and values in one tensor
+REGIONS = 32  # a block has 32 regions: keys and values of 16 layers, or 32 layers with both in one tensor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -68,7 +68,7 @@ _PAUSE_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The numbers of one engine step.
+    """What was measured in one engine step.
 
     Args:
         requests: the number of scheduled requests.
@@ -278,7 +278,7 @@ def draw_prompts(draw: random.Random, count: int) -> list[list[int]]:
 
 
 def kv_transfer(connector: str, **extra: object) -> dict[str, Any]:
-    """Return vLLM's settings for a connector. `extra` are the connector's own settings."""
+    """Return vLLM's settings for a connector. `extra` contains the connector's own settings."""
     return {
         "kv_connector": connector,
         "kv_role": "kv_both",

@@ -38,7 +38,7 @@ def test_a_class_has_exactly_one_state_handler() -> None:
     assert calls == ["child", "base"]
 
 
-def test_subscribers_get_exactly_a_class_in_order_of_registration() -> None:
+def test_subscribers_get_exactly_their_class_in_order_of_registration() -> None:
     bus, calls = Bus(), list[str]()
     bus.count(Base, lambda _: calls.append("base, first"))
     bus.count(Child, lambda _: calls.append("child, second"))
@@ -71,7 +71,7 @@ def test_messages_that_a_handler_published_follow_its_fact_in_one_batch() -> Non
     assert bus.published == 7
 
 
-def test_batches_are_handled_many_messages_at_a_time_with_their_numbers_and_times() -> None:
+def test_batch_handlers_get_many_messages_with_their_numbers_and_times() -> None:
     bus, recorded, clock = Bus(), list[list[Batch]](), iter([0.5, 1.5, 2.5])
     bus.publish(Base(0))
     kept = bus.keep(lambda batches: recorded.append(list(batches)), lambda: next(clock), at_a_time=3)

@@ -64,7 +64,7 @@ async def test_a_full_feed_drops_the_new_event_and_counts_it() -> None:
     assert numbers(feed) == (3, 3, 0)
 
 
-async def test_no_more_events_are_taken_at_once_than_asked_for() -> None:
+async def test_no_more_events_are_taken_than_requested() -> None:
     feed = Feed[int]("watcher", 10)
     for number in range(5):
         feed.offer(number)

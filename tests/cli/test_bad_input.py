@@ -46,7 +46,7 @@ def test_bad_config_value(small: list[str], capsys: pytest.CaptureFixture[str]) 
     assert "transfer_timeout_s" in refusal(capsys, [*small, "--config", "transfer_timeout_s=soon"])
 
 
-def test_every_problem_at_once(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_together(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, [*small, "--config", "verify=maybe", "--config", "hosts=3"])
     assert "verify" in said
     assert "hosts" in said

@@ -250,9 +250,6 @@ def test_close_log_probabilities_agree() -> None:
     ],
 )
 def test_any_difference_is_a_mismatch(answer: list[Token], problem: str) -> None:
-    """Each answer differs in one place. A different token also ends the comparison, because later tokens
-    depend on it.
-    """
     [found] = compare(turn(Token(1, -0.5), Token(2, -1.5)), turn(*answer))["mismatches"]
     assert found.startswith("conversation 0, turn 1")
     assert found.endswith(problem)

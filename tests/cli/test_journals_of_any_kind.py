@@ -60,7 +60,7 @@ def run(output: str, lines: list[dict[str, Any]]) -> int:
         chosen = {"since": None, "until": None, "last": None, "request": None}
         args = argparse.Namespace(journal=path, output=target, json=bool(as_json), **chosen)
         try:
-            # Calls the command as `main` does, but without parsing the arguments for each example.
+            # Call the command as `main` does, but without parsing the arguments for each example.
             return int(import_module(COMMANDS[command]).run(args))
         except KVOffloadError:
             return Exit.USAGE

@@ -54,7 +54,7 @@ def commands() -> dict[str, argparse.ArgumentParser]:
 
 
 def options_with_types() -> list[tuple[str, str]]:
-    """Return each command's options that check their values."""
+    """Return each command and option that accepts only certain values."""
     return [
         (command, action.option_strings[0])
         for command, parser in commands().items()
@@ -107,7 +107,7 @@ def test_the_command_runs_in_a_separate_process() -> None:
     )
 
 
-def test_no_command_is_an_error_with_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_command_is_an_error_that_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == Exit.USAGE
     out, err = capsys.readouterr()
     assert out == ""

@@ -111,7 +111,7 @@ def test_json_has_the_pages_numbers(run: tuple[Path, str], capsys: pytest.Captur
     assert sum(times["requests"] for times in found["first_token_ms"].values()) >= 6 * 4
 
 
-def test_the_page_says_what_ran(run: tuple[Path, str]) -> None:
+def test_the_page_names_the_engine_and_the_model(run: tuple[Path, str]) -> None:
     journal, text = run
     begun = json.loads(journal.read_text().splitlines()[0])
     assert begun["event"] == BEGUN
@@ -127,7 +127,9 @@ def test_the_page_says_what_ran(run: tuple[Path, str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_host_slots_at_the_end_are_what_was_stored_and_not_evicted(run: tuple[Path, str]) -> None:
+def test_the_host_slots_at_the_end_are_the_stored_slots_without_the_evicted_ones(
+    run: tuple[Path, str],
+) -> None:
     account = account_of(run[0])
     stored = account.counted.count("kvoffload_store_blocks_total", "stored")
     evicted = account.counted.total("kvoffload_evicted_blocks_total")

@@ -159,7 +159,9 @@ def test_waiting_and_interference_are_subtracted_from_the_seconds_saved(engine: 
 
 
 def test_the_top_cause_is_that_of_first_missing_blocks(engine: Engine) -> None:
-    """Each lookup also misses a second block, with the cause "behind_miss". It must not be counted."""
+    """Each lookup also misses a second block, with the cause "behind_miss". This second block must not be
+    counted.
+    """
     engine.work(2, MissCause.NEVER_SEEN)
     found = row(engine.reading(0.0))
     assert found.miss_cause == "never_seen"
@@ -320,7 +322,7 @@ class OnTerminal:
         self.seen = ""
 
     def _own_terminal(self) -> None:
-        # Make the terminal the controlling one, so that Ctrl-C reaches the command.
+        # Make this the controlling terminal, so that Ctrl-C reaches the command.
         fcntl.ioctl(self._slave, termios.TIOCSCTTY, 0)
 
     def read_until(self, text: str, seconds: float = 30.0) -> None:

@@ -40,7 +40,7 @@ Reported = tuple[list[Record], dict[str, dict[tuple[str, ...], float]], dict[str
 def reported(
     small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Reported:
-    """Run a demo that evicts; return the journal's records, the final metrics, and the printed table."""
+    """Run a demo that evicts blocks. Return the journal's records, the final metrics, and the printed table."""
     pages: list[bytes] = []
 
     def scrape(engines: Engines) -> list[str]:

@@ -258,7 +258,7 @@ class Engine:
 
     def capture(self, mode: int = CAPTURE_GLOBAL) -> None:
         """Begin to capture a graph. With the default mode, which torch also uses, no thread may make an
-        unsafe call meanwhile.
+        unsafe call until the end.
         """
         self.enter()
         self._check(self._lib.cuStreamBeginCapture_v2(self.stream, mode))

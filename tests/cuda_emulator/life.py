@@ -60,9 +60,9 @@ class Steps:
         self.engine: KernelEngine = engine
         self.side, self.blocks, self.slots, self.most = side, blocks, slots, most
         self.draws = random.Random(seed)
-        # The seed of each device block's contents, without the blocks that a load is filling.
+        # The seed of each device block's contents. Blocks that a load is filling are left out.
         self.contents: dict[int, int] = {}
-        # The seed of each slot's contents, for slots whose store was reported.
+        # The seed of each host slot's contents, once the slot's store was reported.
         self.stored: dict[int, int] = {}
         self.open: dict[int, tuple[DeviceJob, tuple[int, ...]]] = {}
         self.outcomes: list[tuple[int, CopyOutcome]] = []

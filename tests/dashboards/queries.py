@@ -1,4 +1,4 @@
-"""Every query of every dashboard and rule, parsed by PromQL's own parser."""
+"""Parses the queries of all dashboards and rules with PromQL's own parser."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_the_files_are_those_that_the_generator_writes() -> None:
     assert stale == [], "run `make dashboards`"
 
 
-def test_no_file_of_a_dashboard_is_left_over() -> None:
+def test_no_dashboard_file_is_left_over() -> None:
     written = {path for path in FILES if path.suffix == ".json"}
     assert set((FOLDER / "grafana" / "dashboards").iterdir()) == written
 
@@ -58,8 +58,8 @@ def test_every_metric_in_a_rule_is_in_the_catalogue_or_recorded_or_of_the_engine
 
 
 def test_worth_it_is_the_sign_of_the_net_seconds() -> None:
-    """Check that two panels and a table column show the same expression, in red below 0, and that the first
-    panel says NO.
+    """Check that two panels and a table column show the same expression. Below 0 they are red, and one panel
+    says NO.
     """
     panels = {panel.title: panel for panel in BOARDS[0].panels}
     worth, net = panels["Worth it"], panels["Net seconds saved"]
@@ -104,13 +104,13 @@ def test_engines_that_wait_longer_than_they_save_have_a_negative_net(tmp_path: P
 
 
 def test_headings_of_tables_fit_their_columns() -> None:
-    """A table has up to thirteen columns, so Grafana cuts off headings that are longer."""
+    """Tables have up to thirteen columns, so Grafana cuts off long headings."""
     tables = [panel for board in BOARDS for panel in board.panels if panel.kind is PanelKind.TABLE]
     headings = [query.legend for panel in tables for query in panel.queries if len(panel.queries) > 1]
     assert [heading for heading in headings if len(heading) > 13] == []
 
 
-def test_every_series_of_the_engine_that_may_be_used_is_used() -> None:
+def test_every_allowed_series_of_the_engine_is_used() -> None:
     assert names_in_use(query.expr for query in all_queries()) >= VLLM_SERIES
 
 
@@ -136,7 +136,7 @@ def test_every_value_has_a_colour_or_its_panel_has_one(panel: Panel) -> None:
     assert limits or panel.names or panel.kind in (PanelKind.TABLE, PanelKind.HEATMAP)
 
 
-def test_colours_are_colours_and_none_is_unused() -> None:
+def test_every_colour_is_valid_and_used() -> None:
     used = {name for board in BOARDS for panel in board.panels for name in panel.names}
     assert set(COLOURS) - used == set()
     assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in COLOURS.values())

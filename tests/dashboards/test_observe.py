@@ -28,7 +28,7 @@ class Observed:
 
 @pytest.fixture(scope="module")
 def observed() -> Iterator[Observed]:
-    """Start the demo before Prometheus, as if the demo had served requests before the first scrape."""
+    """Start the demo first, so that it may serve requests before Prometheus scrapes it for the first time."""
     address = f"127.0.0.1:{free_port()}"
     with run_demo(address) as demo, run_prometheus([address]) as prometheus:
         start = time.time()
@@ -71,7 +71,7 @@ def test_prometheus_has_every_metric_of_the_catalogue_with_all_its_series(observ
         assert len(observed.prometheus.query(name)) == max(len(metric.series), 1), name
 
 
-def test_prometheus_saw_what_the_demo_reports(observed: Observed) -> None:
+def test_prometheus_has_the_numbers_that_the_demo_reports(observed: Observed) -> None:
     """The counts include the warm-up, so they are at least those in the demo's table."""
     seen = observed.prometheus.query("sum by (outcome) (kvoffload_load_blocks_total)")
     loaded = {one.labels["outcome"]: one.values[0] for one in seen}

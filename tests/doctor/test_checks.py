@@ -78,7 +78,7 @@ def test_the_required_memory_covers_all_ranks(sizes: Sizes, needed: int) -> None
 def test_property_a_start_is_refused_where_the_check_says_error(
     pages: list[int], share: int, ranks: int, above: int
 ) -> None:
-    """Set the available memory to within a few KiB of the required memory. Sizes are rounded."""
+    """The available memory is within a few KiB of the required memory, where rounding matters."""
     layout, share = FakeDevice(1, pages).layout, share + sum(pages)
     left = ranks * share // 1024 + above
     read = {"/proc/meminfo": f"MemAvailable: {left} kB\n"}.get
@@ -286,7 +286,7 @@ def of_disk(name: str, where: Machine, path: Path) -> tuple[str, str]:
     return ask(outputs.CHECKS, name, setup(disk_path=path, disk_bytes=GIB), where)
 
 
-def test_what_is_off_is_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_that_are_off_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", raising=False)
     with machine(tmp_path):
         assert run_checks([*outputs.CHECKS, *memory.GPUS[1:]], setup()) == []

@@ -48,7 +48,7 @@ def test_only_one_rank_of_a_machine_logs_warnings(tmp_path: Path) -> None:
     config = OffloadConfig(host_bytes=8 * 2**20)
     assert [line["check"] for line in warnings(0, 2, config, tight)] == ["host memory"]
     assert warnings(1, 2, config, tight) == []
-    # Two machines with one rank each take half of the memory per machine.
+    # with one rank per machine, each machine needs half of the memory
     assert warnings(0, 2, config, tight, local_ranks=1) == []
     small = machine(tmp_path, {"proc/meminfo": "MemAvailable: 2048 kB\n"})
     assert [line["check"] for line in warnings(1, 2, config, small, local_ranks=1)] == ["host memory"]

@@ -20,8 +20,9 @@ FULL = GroupFacts(0, "full", 16, None, None)
 @pytest.mark.parametrize(
     ("group", "in_flight", "max_len", "blocks"),
     [
-        (WINDOW, 512, 100_000, 96 + 1),  # 1535 tokens in window and step; the window may begin inside a block
-        (WINDOW, 513, 100_000, 96 + 1),  # exactly 96 blocks of tokens in window and step
+        # Window and step have 1535 tokens, and the window may begin inside a block.
+        (WINDOW, 512, 100_000, 96 + 1),
+        (WINDOW, 513, 100_000, 96 + 1),  # window and step have the tokens of exactly 96 blocks
         (WINDOW, 514, 100_000, 97 + 1),
         (WINDOW, 512, 1024, 64 + 1),  # the model's maximum length is the limit
         (CHUNK, 512, 100_000, 96),  # a chunk always begins at the start of a block
@@ -43,11 +44,11 @@ def test_the_maximum_number_of_blocks_of_a_request(
 @pytest.mark.parametrize("step_tokens", [1, 3, 4, 7, 16])
 @pytest.mark.parametrize("kind", ["sliding_window", "chunked_local"])
 def test_allocation_reaches_the_bound_and_never_exceeds_it(kind: str, span: int, step_tokens: int) -> None:
-    """Check that the most blocks a request ever holds equal the bound, whatever the size of its first chunk.
+    """Check that a request holds at most as many blocks as the bound allows, and reaches the bound.
 
-    In two cases a request holds at most one block less, because the formula ignores remainders: with a
-    window, if window and step together are one token more than whole blocks; with chunks, if a step is one
-    token more than whole blocks.
+    The maximum is taken over all sizes of the first chunk. In two cases it is one block less than the bound,
+    because the formula ignores remainders: with a window, if window and step together are one token more than
+    whole blocks; with chunks, if a step is one token more than whole blocks.
     """
     if kind == "chunked_local":
         span = -(-span // 4) * 4
@@ -64,8 +65,8 @@ def test_allocation_reaches_the_bound_and_never_exceeds_it(kind: str, span: int,
 
 
 def _most_held(groups: tuple[GroupFacts, ...], first: int, step_tokens: int) -> int:
-    """Return the most blocks of group 0 that a request of 100 tokens holds if its first step has `first`
-    tokens.
+    """Return the maximum number of blocks of group 0 that a request of 100 tokens holds. Its first step has
+    `first` tokens.
     """
     pool = BlockPool(200)
     tables = BlockTables(pool, groups)

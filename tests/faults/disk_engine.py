@@ -28,7 +28,8 @@ from tests.reference.rig import BLOCK, LAYERS, TOLERANCE, config_of, slot_bytes,
 PROMPTS = [text(seed, 8 * BLOCK) for seed in range(4)]
 HEAD_DIM = 8
 LONG_HEAD_DIM = 1024
-"""Head size of a model with pages of 64 KiB, which are long enough to be written and read without a buffer."""
+"""Head size of a model with pages of 64 KiB, which are long enough to be written and read without a buffer.
+"""
 _NEW_TOKENS = 4
 _PATIENCE_S = 20.0
 

@@ -155,8 +155,8 @@ def test_a_copy_that_ends_after_its_job_was_abandoned_releases_only_device_block
 
 
 def never_ending(made: Rig, direction: str) -> GatedTicket:
-    """Start copies, let one of them hang until its job is abandoned, and return this one. All other copies
-    end.
+    """Start copies, and let one of them hang until its job is abandoned. Return that copy; all others have
+    ended.
     """
     if direction == "load":
         on_host_only(made, text(1, 30))

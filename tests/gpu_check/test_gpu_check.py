@@ -181,7 +181,7 @@ def test_the_page_kernel_is_compared_both_ways(emulator: Emulator, monkeypatch: 
     assert emulator.faults == 0
 
 
-def test_a_kernel_that_is_not_launched_is_not_taken_for_one_that_copies(
+def test_a_kernel_that_is_not_launched_does_not_count_as_copying(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(self: object, runs: object) -> None:
@@ -287,7 +287,7 @@ def test_the_profile_is_written_and_an_engine_reads_it(
     assert lines[-1].words == str(path)
     assert path.name == "emulated-device-0-cuda-13-0.json"
     found = read_profile("emulated device 0", "13.0")
-    assert found.programs == 4  # because all settings are equally fast
+    assert found.programs == 4  # all settings are equally fast
     assert not found.stores  # the operator's setting from the earlier file is kept
     path.write_text('{"programs": 7, "fewest": 3}')
     monkeypatch.setattr(crossover.Trial, "limit", lambda *_: 4096)

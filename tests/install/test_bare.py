@@ -13,7 +13,8 @@ import pytest
 from tests.tooling.pages import blocks
 from tests.tooling.scripts import ROOT
 
-# These two blocks call `make`, which creates its own environment. tests/tooling/test_readme.py checks them.
+# Blocks that call `make` are left out, because `make` creates its own environment.
+# tests/tooling/test_readme.py checks them.
 BLOCKS = [
     block.text
     for block in blocks(ROOT / "README.md")

@@ -364,7 +364,7 @@ def test_two_keys_for_one_setting_are_both_named(one: tuple, other: tuple, key: 
         )
 
 
-def test_two_keys_for_one_setting_are_named_also_where_a_value_is_bad() -> None:
+def test_two_keys_for_one_setting_are_named_even_if_a_value_is_bad() -> None:
     assert len(problems({"host_bytes": "lots", "cpu_bytes_to_use": 2})) == 2
 
 

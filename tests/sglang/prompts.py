@@ -19,7 +19,7 @@ _numbers = count()
 
 
 def prompts(number: int) -> list[list[int]]:
-    """Return new prompts. Six do not fit in the device's cache, and twelve do not fit in host memory."""
+    """Return new prompts. Six prompts do not fit in the device's cache, and twelve do not fit in host memory."""
     firsts = [next(_numbers) for _ in range(number)]
     return [
         [first % 256, first // 256, *((7 * place + 13 * first) % 256 for place in range(WHOLE + 3))]

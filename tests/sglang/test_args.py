@@ -1,4 +1,4 @@
-"""`kvoffload sglang-args` prints the text of docs/sglang.md. These tests need no SGLang."""
+"""Tests that `kvoffload sglang-args` prints the text of docs/sglang.md. These tests do not need SGLang."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_page_shows_the_printed_text(capsys: pytest.CaptureFixture[str]) -> 
     assert f"--model-path MODEL {printed}" in (ROOT / "docs" / "sglang.md").read_text(encoding="utf-8")
 
 
-def test_settings_of_sglang_go_beside_ours(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_of_sglang_can_be_given_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sglang-args", *DISK, "--config", '{"prefetch_threshold":64}']) == 0
     extra = json.loads(shlex.split(capsys.readouterr().out)[-1])
     assert (extra["interface_v1"], extra["disk_bytes"], extra["prefetch_threshold"]) == (1, "500GiB", 64)

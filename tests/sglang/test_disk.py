@@ -68,7 +68,7 @@ def damage(slots: Path) -> None:
 
 def test_a_full_disk_only_costs_hits(server: Server, some: Prompts, tmp_path: Path) -> None:
     with attached(server, opens=False, disk_path=str(tmp_path), disk_bytes="900TiB"):
-        some.ask(server)  # while the disk opens
+        some.ask(server)  # sends prompts while the disk opens
         wait_until(lambda: server.metric(STATE, tier="disk", state="closed") == 1)
         server.flush()
         assert some.ask(server) == some.none

@@ -1,4 +1,4 @@
-"""`kvoffload doctor --engine sglang`. Only the last test needs an SGLang."""
+"""Tests `kvoffload doctor --engine sglang`. Only the last test needs SGLang."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OURS = {"settings", "disk space", "disk folder", "sglang version", "sglang optio
 
 
 def found(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any]]:
-    """Run the doctor; return its exit code, and its findings by check."""
+    """Run the doctor; return its exit code and its findings by check."""
     code = main(["doctor", "--engine", "sglang", "--json", *argv])
     return code, {one.pop("check"): one for one in json.loads(capsys.readouterr().out)["findings"]}
 
@@ -64,7 +64,7 @@ def test_settings_that_a_start_refuses_are_an_error(
         (["--load-format", "dummy"], {"weights_id": "v1"}, "ok", "works with them"),
     ],
 )
-def test_what_is_wrong_with_a_command_line(
+def test_each_problem_of_a_command_line_is_reported(
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     options: list[str],
@@ -84,7 +84,7 @@ def test_what_is_wrong_with_a_command_line(
         (["--enable-hicache"], "warning", "it must be attached over HTTP later"),
     ],
 )
-def test_a_command_line_without_a_backend(
+def test_a_command_line_without_a_backend_is_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, argv: list[str], verdict: str, text: str
 ) -> None:
     disk = ("--config", f"disk_path={tmp_path}", "--config", "disk_bytes=1MiB")
@@ -109,7 +109,7 @@ def test_version(tmp_path: Path, version: str | None, verdict: str) -> None:
 
 @pytest.mark.sglang
 @pytest.mark.filterwarnings("ignore")
-def test_the_options_that_it_reads_are_sglangs() -> None:
+def test_the_options_that_the_doctor_reads_are_those_of_sglang() -> None:
     import argparse
 
     from sglang.srt.server_args import ServerArgs

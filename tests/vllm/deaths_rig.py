@@ -1,4 +1,6 @@
-"""Controls a process that serves from engines in other processes, and holds the copies of these engines."""
+"""Controls a process that passes requests to engines in other processes, and holds the copies of these
+engines.
+"""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tests.vllm.stock import checkpoints, engines
 from tests.vllm.test_disk import KINDS, Life, living
 
 DEVICE_BLOCKS: Mapping[checkpoints.Kind, int] = {"qwen3": 16, "gemma3": 32, "lfm2": 32}
-"""Enough for the longest request and a few others."""
+"""The device has enough blocks for the longest request and a few others."""
 HOST_TIMES, DEVICE_TIMES = 4, 20
 """The requests need at least this many times the blocks of the host, and of the device."""
 LONGEST = 320

@@ -33,7 +33,7 @@ from tests.conservation import conservation
 from tests.core.audit import audit_side
 from tests.vllm.stock import checkpoints, engines
 
-_SLOWER = 5 if engines.IS_V2_RUNNER else 1  # with the V2 runner, kernels are interpreted
+_SLOWER = 5 if engines.IS_V2_RUNNER else 1  # the V2 runner's kernels are interpreted, which is slow
 MARKS = [
     pytest.mark.vllm,
     pytest.mark.slow,

@@ -58,7 +58,7 @@ class Front:
             **options,
         )
         config = asked.create_engine_config()
-        # vLLM's CPU platform sets "spawn", with which an engine starts 16 s later
+        # With "spawn", which vLLM's CPU platform sets, an engine takes 16 s longer to start.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         self._engine = AsyncLLM.from_vllm_config(config)
         return {}
@@ -84,7 +84,7 @@ class Front:
         }
 
     async def forget(self) -> dict[str, Any]:
-        """Reset the device's cache. Try until no copy uses its blocks."""
+        """Reset the device's cache. Repeat the reset until it succeeds: it fails while a copy uses a block."""
         while not await self._engine.reset_prefix_cache():
             pass
         return {}

@@ -1,4 +1,4 @@
-"""Runs models with recurrent layers with every setting that affects states, and writes a table of the
+"""Runs models that have recurrent layers, with every setting that affects states, and writes a table of the
 results.
 
 One engine runs per model and setting. It runs all scenes of `recurrent_rig`, and its answers are compared

@@ -153,7 +153,7 @@ def stage(
     expected: Mapping[str, Reported] | None = None,
     **options: Any,
 ) -> Iterator[Stage]:
-    """Run an engine with recurrent layers during the `with` block.
+    """Run an engine of a model with recurrent layers during the `with` block.
 
     Without `expected`, this engine also computes the expected answers.
     """

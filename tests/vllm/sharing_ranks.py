@@ -1,4 +1,5 @@
-"""Tests stock vLLMs with two tensor-parallel ranks that share a real store, one after the other.
+"""Tests that stock vLLMs with two tensor-parallel ranks, running one after the other, share blocks in a real
+store.
 
 `make sharing-ranks` runs this file. It takes some minutes.
 """

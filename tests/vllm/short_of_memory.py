@@ -2,7 +2,7 @@
 
     python -m tests.vllm.short_of_memory FOLDER
 
-The limit (`RLIMIT_AS`) is set when the arena begins to grow, so that the kernel refuses a chunk. It is
+The limit (`RLIMIT_AS`) is set when the arena begins to grow, so that the kernel refuses a chunk. The limit is
 removed when the engine has ended. The program writes the engines' results to `FOLDER/told.json`, and its log
 to standard error.
 """
@@ -35,8 +35,8 @@ _ROOM_BYTES = CHUNK_BYTES // 2  # how much address space the limit leaves for vL
 
 @contextmanager
 def limited(granted: int) -> Iterator[None]:
-    """During the `with` block, limit the address space when the arena begins to grow, so that it gets this
-    many chunks.
+    """During the `with` block, limit the address space when the arena begins to grow, so that the arena gets
+    `granted` chunks.
     """
     prepare, before = Arena.prepare, resource.getrlimit(resource.RLIMIT_AS)
 

@@ -53,7 +53,7 @@ def test_engines_with_each_disk_serve_equal_tokens_after_restarts(tmp_path: Path
     assert differing(none, ours) == differing(none, fs) == differing(none, tier) == 0
 
     blocks = [file for file in files_in(fs.folder) if file.suffix == ".bin"]
-    assert len(blocks) == 2 * 4 * SMALL.blocks  # with the blocks of prompts that do not return
+    assert len(blocks) == 2 * 4 * SMALL.blocks  # including the blocks of prompts that do not return
     for file in blocks:  # with wrong bytes, the answers must differ
         file.write_bytes(bytes(SLOT_BYTES))
     fs.answers.clear()

@@ -74,7 +74,7 @@ class Life:
         self.front.do("forget")
         self.processes = processes(self.front)
         self.shared = shared_memory(self.front)
-        assert self.shared  # queues between the engine and its workers
+        assert self.shared  # the queues between the engine and its workers
 
     def on_disk(self) -> int:
         """Return how many blocks a new engine would find on the disk."""

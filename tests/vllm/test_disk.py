@@ -150,7 +150,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[checkpoints.Ki
 
 
 def grows(life: Life) -> bool:
-    """Serve the prompts again; return whether more blocks were then on the disk.
+    """Serve the prompts again; return whether more blocks are on the disk afterwards.
 
     A block that is still being stored is only spilled in a later round.
     """

@@ -84,7 +84,9 @@ def scene(
         yield rig, expected[kind], host
 
 
-def test_many_concurrent_requests(scene: tuple[Rig, dict[str, Reported], int]) -> None:
+def test_many_concurrent_requests_get_the_expected_answers(
+    scene: tuple[Rig, dict[str, Reported], int],
+) -> None:
     """The requests do not fit on the device, so vLLM chunks prompts and preempts requests. Both caches have
     hits.
     """

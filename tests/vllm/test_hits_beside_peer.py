@@ -1,6 +1,6 @@
 """Compares our hits with those of vLLM's own connector, for the same requests and the same host memory.
 
-Both connectors copy inside the hook that starts the copy, so that the counts are reproducible. There are
+Both connectors copy inside the hook that starts the copy, so that the counts are reproducible. Each test uses
 several host sizes. With the sizes in `FEWER` our connector may have fewer hits than the peer:
 
 * A host smaller than the device's cache helps only with blocks that the device has evicted. Our host evicts

@@ -26,7 +26,7 @@ pytestmark = MARKS
 
 BLOCK = 32
 WHOLE = 8
-"""How many whole blocks a prompt has. It ends with a part of another block."""
+"""A prompt has this many whole blocks, and ends with a part of another block."""
 PROMPT = WHOLE * BLOCK + 8
 LIVES = 64
 """The journal writes many messages together, so calls are averaged over this many requests."""

@@ -1,5 +1,5 @@
-"""Several workers: how vLLM handles reports that ranks send in any order and that vLLM's own aggregation
-merges.
+"""Tests how vLLM handles the reports of several workers, in any order, after vLLM's own aggregation has
+merged them.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def test_r9_a_load_that_times_out_is_recomputed_in_other_blocks(hands: Hands) ->
     asked = Asked(prompt(3), 12)
     expected = truth(rig, asked)
     load = start_loading(hands, asked)
-    held.copier._held = False  # hold no later copies
+    held.copier._held = False  # copies are not held from here on
     held.clock.jump(31)
     with Reports(rig) as reports:
         rig.until(partial(rig.is_done, "a"))
@@ -200,7 +200,7 @@ def test_r4_a_failed_store_cannot_hit(hands: Hands) -> None:
 
 
 def test_r5_no_block_under_a_copy_is_allocated(hands: Hands) -> None:
-    """With all stores held, the requests need more blocks than the device has."""
+    """Hold all stores while requests need more blocks than the device has."""
     rig, held = hands
     asked = {f"r{number}": Asked(prompt(30 + number, 230), 8) for number in range(8)}
     expected = {name: truth(rig, one) for name, one in asked.items()}
@@ -342,7 +342,8 @@ def listen_to_hooks(rig: Rig, calls: list[str], *more: tuple[object, str]) -> An
         original = getattr(owner, name)
 
         def noting(*args: Any, _name: str = name, _original: Any = original, **fields: Any) -> Any:
-            if not calls or calls[-1] != _name:  # record the calls for all layers once
+            # vLLM calls some hooks once per layer; these calls are recorded once.
+            if not calls or calls[-1] != _name:
                 calls.append(_name)
             return _original(*args, **fields)
 

@@ -88,7 +88,7 @@ def test_vllm_publishes_our_metrics_and_events(folder: Path) -> None:
             assert sample("vllm:external_prefix_cache_hits_total") == 256
             assert sample("vllm:external_prefix_cache_queries_total") > 256
 
-            # After a failed load, the engine computes the blocks.
+            # Let a load fail. The engine then computes its blocks.
             assert rig.scheduler.reset_prefix_cache()
             held.copier.hold()
             rig.ask("f", asked)

@@ -1,4 +1,6 @@
-"""The estimated time that loading saves and costs on a stock vLLM, with one step or two steps in flight."""
+"""Tests the estimates of the time that loading saves and costs on a stock vLLM, with one step or two in
+flight.
+"""
 
 from __future__ import annotations
 

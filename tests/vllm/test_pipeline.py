@@ -1,9 +1,9 @@
-"""Pipeline stages with tensor-parallel ranks. Ranks have different layers, so their parts of a block have
-different sizes.
+"""Tests pipeline stages with tensor-parallel ranks. Ranks have different layers, so their parts of a block
+have different sizes.
 
-The scheduler runs in this process, and each rank runs in a separate process. Tokens are compared with those
-of one rank without a connector. As a control, the host's bytes are corrupted on one rank, which must change
-the tokens.
+The scheduler runs in this process, and each rank runs in a separate process. Tokens are compared with
+those of one rank without a connector. As a control, the host's bytes are corrupted on one rank, which must
+change the tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = MARKS
 Result = TypeVar("Result")
 
 MAX_MODEL_LEN = 384
-DEVICE_BLOCKS = 44  # too few for all requests together
+DEVICE_BLOCKS = 44  # too few blocks for all requests together
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ class Shape:
         return f"{self.kind}-{'+'.join(map(str, self.layers))}x{self.ranks}"
 
 
-# Gemma 3 has six layers: twice two with a sliding window and one with full attention. LFM2 has eight: twice
-# three short convolutions, which are split between the ranks, and one with full attention.
+# Gemma 3 has six layers: two with a sliding window, one with full attention, and the same again. LFM2 has
+# eight: three short convolutions, one layer with full attention, and the same again. The ranks split the
+# convolutions.
 SHAPES = (Shape((4, 2), 2, (2, 1)), Shape((8,), 2, (2,), "lfm2"))
 
 

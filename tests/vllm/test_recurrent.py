@@ -87,7 +87,7 @@ def test_a_state_of_zeros_is_noticed(on: Stage, scene: Callable[[Stage], dict[st
 
 
 def test_a_state_that_is_stored_before_the_forward_pass_is_noticed(on: Stage) -> None:
-    """The block then has its key already, but not its bytes."""
+    """Before the forward pass, the block already has its key, but not its bytes."""
     from kvoffload_vllm.worker import VllmWorker
 
     bind = VllmWorker.bind

@@ -104,7 +104,7 @@ def test_a_router_accepts_every_published_block(folder: Path) -> None:
 
 
 def test_lazy_stores_are_published_in_full(folder: Path) -> None:
-    """With this policy, a block may be stored long after its request has ended."""
+    """With the lazy policy, a block may be stored long after its request has ended."""
     options: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_num_batched_tokens": 64}
     with publishing("qwen3", folder, 64, extra={"store_policy": "lazy"}, **options) as (rig, batches):
         prompts = [prompt(number) for number in range(24)]

@@ -1,5 +1,5 @@
-"""Sessions whose input comes in parts. Between parts, vLLM drops tokens that were not computed, with their
-hashes.
+"""Tests sessions whose input comes in parts. Between parts, vLLM drops tokens that were not computed, and
+their hashes.
 """
 
 from __future__ import annotations

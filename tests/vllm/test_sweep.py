@@ -25,7 +25,7 @@ from tests.vllm.stock import engines
 pytestmark = MARKS
 
 TIMEOUT_S = 30
-STEPS = 300  # so many steps are enough unless the engine hangs
+STEPS = 300  # an engine that still has work after this many steps hangs
 
 
 ASKED = {
@@ -78,7 +78,7 @@ def renew(rig: Rig) -> Held:
 
 
 def live(rig: Rig, held: Held) -> None:
-    """Run requests that store, load, share and are aborted. Then let the time limit of a load pass."""
+    """Run requests that store, load and share blocks, and abort one. Then let the time limit of a load pass."""
     rig.ask("first", ASKED["first"])
     steps(rig, 12)
     rig.scheduler.reset_prefix_cache()

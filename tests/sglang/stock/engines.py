@@ -121,7 +121,9 @@ class Server(vllm.Server):
         return self.send("POST", "/hicache/storage-backend/clear")
 
     def has_logged(self, words: str) -> bool:
-        """Whether a line of the log contains these words. Our lines are written by a thread of their own."""
+        """Return whether a line of the log contains `words`. Our lines come from a separate thread and may be
+        late.
+        """
         return words in self.log.read_text()
 
     def flush(self) -> None:

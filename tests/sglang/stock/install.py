@@ -31,7 +31,7 @@ COMPILE = (
 
 
 def main() -> int:
-    """Install the locked versions in `.venv/sglang`, unless they are there."""
+    """Install the locked versions in `.venv/sglang`, unless they are installed already."""
     if not (BELOW / "bin" / "python").exists():
         sys.stdout.write("It stands on the environment of a stock vLLM: make vllm-env comes first.\n")
         return 1

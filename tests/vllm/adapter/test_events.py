@@ -177,7 +177,7 @@ def test_each_computed_block_is_noted_once() -> None:
     assert notes.take(prompt(range(4)), 0, 5) == 2
     assert count_of(notes) == 2
     assert notes.take(prompt(range(4)), 2, 5) == 2
-    assert notes.take(prompt(range(4)), 2, 100) == 4  # more tokens are computed than have hashes
+    assert notes.take(prompt(range(4)), 2, 100) == 4  # not all computed tokens have a hash
     assert notes.take(prompt(range(4)), 0, 8) == 4
     assert count_of(notes) == 4
 

@@ -45,8 +45,8 @@ def test_the_difference_of_two_answers(answer: Answer, difference: float) -> Non
 
 @dataclass
 class GivenEngine:
-    """Returns prepared answers: while blocks are stored, with blocks from the host, and with overwritten host
-    blocks.
+    """An engine with three prepared answers: while it stores blocks, with blocks from the host, and with
+    overwritten blocks.
     """
 
     stored: Answer = field(default_factory=lambda: RIGHT)

@@ -61,7 +61,7 @@ def test_each_known_spec_is_translated(one: Any, kind: AttentionKind, reach: int
 
 @pytest.mark.parametrize("length", range(0, 400, 16))
 def test_a_hit_needs_every_block_that_vllm_allocates_for_the_hit(length: int) -> None:
-    # vLLM treats every block that it allocates for a hit as computed. If one were not loaded, it would
+    # vLLM treats every block that it allocates for a hit as computed. A block that is not loaded would
     # contain garbage.
     (translated,) = translate(group(window(80, extra_retained_tokens=5))).shape.groups
     skipped_by_vllm = max(length - 80 + 1 - 5, 0)
@@ -240,6 +240,6 @@ def test_a_marked_group_has_lookahead_and_so_does_one_with_the_same_spec() -> No
 
 @pytest.mark.parametrize("method", ["use_eagle_block_drop", "use_eagle"])
 @pytest.mark.parametrize("drops", [True, False])
-def test_if_no_group_is_marked_all_groups_have_lookahead(method: str, drops: bool) -> None:
+def test_with_a_draft_model_and_no_marked_group_all_groups_have_lookahead(method: str, drops: bool) -> None:
     draft = SimpleNamespace(**{method: lambda: drops})
     assert ahead(translate(group(full()), group(window(80)), draft=draft)) == [drops, drops]

@@ -49,9 +49,7 @@ def older(size: int, shared_by: list[str], offset: int = 0, block_stride: int = 
 
 
 def fill(view: torch.Tensor, block_dim: int = 0) -> torch.Tensor:
-    """Fill each block with its number. With finer entries, several entries along `block_dim` belong to one
-    block.
-    """
+    """Fill each block with its number. Several entries along `block_dim` may belong to one block."""
     ratio = view.shape[block_dim] // BLOCKS
     for index in range(view.shape[block_dim]):
         view.select(block_dim, index).fill_(index // ratio + 1)
@@ -155,7 +153,7 @@ def test_a_layer_that_shares_another_layers_cache_is_ignored() -> None:
     [
         ((2, BLOCKS, 4, 2, 8), 1, 2),  # keys and values are in separate tensors
         ((BLOCKS, 2, 4, 2, 8), 0, 1),  # a block has its keys and values together
-        ((BLOCKS, 4, 64), 0, 1),  # latent attention
+        ((BLOCKS, 4, 64), 0, 1),
         ((BLOCKS, 2, 4, 8), 0, 1),  # the layout on CPUs: a block's heads come before its tokens
     ],
 )

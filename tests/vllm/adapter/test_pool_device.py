@@ -43,7 +43,9 @@ def test_a_hash_of_a_part_of_a_block_is_not_a_key() -> None:
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore")
 def test_lazy_stores_only_whole_blocks() -> None:
-    """The prompt has two whole blocks of 32 tokens, and 24 more tokens. vLLM also has a hash of 16 of them."""
+    """The prompt has two whole blocks of 32 tokens, and 24 more tokens. vLLM also hashes the first 16 of
+    these 24 tokens.
+    """
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash

@@ -174,7 +174,8 @@ def test_a_request_that_is_not_scheduled_is_reported_later() -> None:
     engine.add("a", 15)
     for tokens in (15, 1, 1):
         engine.step({"a": tokens})
-    assert engine.step({}) == ({}, [])  # the fourth step, in which the adapter reports
+    # In every fourth step the adapter reports, but only about scheduled requests.
+    assert engine.step({}) == ({}, [])
     engine.free = 0
     assert engine.step({}) == ({}, [])
     engine.free = 1000

@@ -13,7 +13,7 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 @pytest.mark.parametrize(
     ("fields", "parent"),
     [
-        ({}, None),  # this vLLM has no traces
+        ({}, None),  # some versions of vLLM have no traces
         ({"trace_headers": None}, None),
         ({"trace_headers": {"tracestate": "a=b"}}, None),
         ({"trace_headers": {"traceparent": PARENT, "tracestate": "a=b"}}, PARENT),

@@ -39,7 +39,7 @@ ENGINES_OWN = [  # The traffic must be visible in these series of vLLM.
     "vllm:prefix_cache_queries_total",
     "vllm:time_to_first_token_seconds_bucket",
 ]
-# Send prompts for at least 12 s, so that rates between two of Prometheus's scrapes show them.
+# Send prompts for at least `LEAST_S` seconds, so that Prometheus's rates show the traffic.
 LEAST_S, MOST_S = 12, 240
 
 

@@ -86,7 +86,7 @@ def ask_again_and_again(server: Server, expected: Sequence[Reply]) -> int:
     return found
 
 
-def test_two_engines_behind_two_api_servers_and_a_restart(tmp_path: Path) -> None:
+def test_two_engines_behind_two_api_servers_find_their_blocks_after_a_restart(tmp_path: Path) -> None:
     with serving(tmp_path, 1) as server:
         # with different salts, no prompt finds a block
         expected = ask(server, PROMPTS, salted=True)
@@ -95,7 +95,7 @@ def test_two_engines_behind_two_api_servers_and_a_restart(tmp_path: Path) -> Non
         loaded = by_engine(server, "kvoffload_load_blocks_total", "loaded")
         assert len(loaded) == 2
         assert all(loaded)
-        # any of the two API servers may answer, and reports the counts of both engines
+        # either API server may answer, and each reports the counts of both engines
         for _ in range(4):
             metrics = client.scrape(server)
             assert metrics("kvoffload_load_blocks_total", "loaded") == sum(loaded)

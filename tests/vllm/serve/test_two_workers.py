@@ -35,7 +35,7 @@ from tests.vllm.stock.engines import Answer, Server
 
 pytestmark = MARKS
 
-DEVICE_BLOCKS = 40  # room for 1,248 tokens, while the prompts need thousands
+DEVICE_BLOCKS = 40  # these blocks have room for 1,248 tokens, and the prompts have thousands
 OPTIONS = {
     **engines.TWO_WORKERS,
     "seconds": START_S,

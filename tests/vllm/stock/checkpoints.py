@@ -91,7 +91,7 @@ def draw(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
-            if weight.dim() > 1:  # norms keep their initial weights
+            if weight.dim() > 1:  # normalization layers keep their initial weights
                 weight.normal_(0.0, WIDTH, generator=generator)
 
 

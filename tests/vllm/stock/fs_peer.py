@@ -70,7 +70,9 @@ class _OnDevice(torch.Tensor):
 
 
 class _Stream:
-    """Replaces a CUDA stream. Copies run in the order in which they were submitted; `last` is the latest."""
+    """Replaces a CUDA stream. Copies run in the order in which they were submitted. `last` is the latest
+    copy.
+    """
 
     def __init__(self) -> None:
         self.last: Future[float] | None = None

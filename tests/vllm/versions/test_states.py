@@ -1,4 +1,4 @@
-"""Tests a model with recurrent layers (LFM2) with eager stores, on every version that passes states to
+"""Tests LFM2, a model with recurrent layers, with eager stores on every version that hands states to
 connectors.
 """
 

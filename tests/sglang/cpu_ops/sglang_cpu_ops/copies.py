@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def define() -> None:
-    """Add the copy functions to SGLang's modules, which import them only on a GPU."""
+    """Add the copy functions to SGLang's modules, which import such functions only on a GPU."""
     from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
 
     common._cuda_host_register = lambda *_, **__: None

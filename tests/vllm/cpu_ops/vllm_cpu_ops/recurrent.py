@@ -248,7 +248,9 @@ def _conv1d_update(
 
 
 def _conv1d_weight_pack(weight: torch.Tensor) -> torch.Tensor:
-    """Do not pack the weights, which vLLM 0.30 requests on a CPU with bfloat16."""
+    """Leave the weights unchanged. With bfloat16 on a CPU, vLLM 0.30 calls this function for weights of any
+    type.
+    """
     return weight.unsqueeze(1).clone()
 
 

@@ -38,8 +38,8 @@ def fill_slots(
 def replace_kernel() -> None:
     """Make vLLM's block tables use `fill_slots` instead of a Triton kernel.
 
-    Without Triton, vLLM has its own replacement of the kernel, but 0.32 passes the arguments in the wrong
-    order. This works with every version.
+    Without Triton, vLLM calls its own replacement of the kernel, but version 0.32 passes the arguments in the
+    wrong order. `fill_slots` works with every version.
     """
     from vllm.v1.worker.block_table import BlockTable
 

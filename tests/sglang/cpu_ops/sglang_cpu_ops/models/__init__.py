@@ -1,1 +1,3 @@
-"""The models that tests run. SGLang imports every module of this package. Its own model package has hundreds."""
+"""The models that tests run. SGLang imports every module of a model package, and its own package has
+hundreds.
+"""
