@@ -1,9 +1,9 @@
 """Writes requirements.lock: every package that development needs, with its version.
 
 The input is pyproject.toml: the package's requirements, its build requirements, and the groups "dev" and "docs". pip
-resolves them in a dry run, so nothing is installed. The lock's first lines carry a digest of the input; `--check`
-compares this digest to recognize a stale lock, without a package index. Local versions ("+cpu") are left out: which
-build of torch is right depends on the machine.
+resolves them in a dry run, which installs nothing. The lock begins with a digest of the input. `--check` compares this
+digest with the current input, and so finds a stale lock without a package index. Local versions ("+cpu") are left out,
+because each machine needs a different build of torch.
 """
 
 import argparse
@@ -21,7 +21,7 @@ HEADER = "# Written by `make lock` from pyproject.toml; do not edit.\n# input: {
 
 
 def requirements(pyproject: dict[str, Any]) -> list[str]:
-    """Return all requirements of development, sorted."""
+    """Return everything that development requires, sorted."""
     groups = (
         pyproject["build-system"]["requires"],
         pyproject["project"]["dependencies"],

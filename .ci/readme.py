@@ -1,4 +1,4 @@
-"""Writes the generated tables of the documents: settings, metrics, and the headlines of the benches.
+"""Writes the tables in the documents that are generated: settings, metrics, and the benches' most important results.
 
 Usage: python .ci/readme.py [--check]
 """
@@ -25,7 +25,7 @@ PAGES = {
     "otlp_endpoint": "watch.md#spans",
     "recurrent_prefix_boundaries": "#models-with-recurrent-layers",
 }
-"""For each of these settings, the section of docs/configure.md that describes it."""
+"""The section of docs/configure.md that describes a setting, for settings that have a section."""
 BENCHES = ROOT / "tests" / "bench"
 sys.path.append(str(ROOT))
 
@@ -33,7 +33,7 @@ from tests.bench.lines import markdown  # noqa: E402  # only a checkout has the 
 
 
 def filled(text: str, name: str, content: str) -> str:
-    """Return `text` with the part between `<!-- name -->` and `<!-- /name -->` replaced.
+    """Return `text` with `content` between the marks `<!-- name -->` and `<!-- /name -->`.
 
     Raises:
         ValueError: a mark is missing or occurs more than once.

@@ -1,8 +1,9 @@
-"""Lists Python files of more than 400 lines and functions of more than 40, for a second look.
+"""Lists Python files of more than 400 lines, and functions of more than 40 lines, so that someone looks at them again.
 
-The check only warns, because a long function is better than one idea cut into two functions.
+The check only warns, because a long function is better than one idea that is cut into two functions.
 
-A function's lines are those from its first decorator to its last statement, with docstring and nested functions.
+A function's lines are counted from its first decorator to its last statement, including its docstring and nested
+functions.
 """
 
 import ast
@@ -15,7 +16,7 @@ FUNCTION_LINES = 40
 
 
 def too_large(path: Path) -> Iterator[str]:
-    """Yield a message for each limit that the file exceeds."""
+    """Yield a message for each limit that a file or one of its functions exceeds."""
     source = path.read_text(encoding="utf-8")
     lines = len(source.splitlines())
     if lines > FILE_LINES:

@@ -2,8 +2,8 @@
 
 Usage: python .ci/words.py [PATH ...]   (default: every tracked file of Python, Markdown and YAML)
 
-Each finding is a line "file:line: form: text", and the exit code is 1 if there is one. A line that must contain such a word
-(a quotation, a term of another project) is listed in `EXCEPTIONS`.
+Each finding is printed as "file:line: form: text". The exit code is 1 if there are findings. Lines that must contain
+such a word, such as a quotation or a term of another project, are listed in `EXCEPTIONS`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ EXCEPTIONS = (
 
 
 def findings(path: Path) -> Iterator[tuple[int, str, str, str]]:
-    """Yield the line, the form, what to write instead, and the text of each finding in a file."""
+    """Yield for each finding in a file: the line's number, the form, what to write instead, and the text."""
     for line, text in _prose(path):
         for found in PATTERN.finditer(text):
             if not any(str(path).endswith(end) and part in text for end, part in EXCEPTIONS):
@@ -91,7 +91,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _strings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield docstrings and messages: string constants of more than one word."""
+    """Yield docstrings and messages, which are the string constants with more than one word."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value.strip():
             for offset, text in enumerate(node.value.splitlines()):
@@ -99,7 +99,7 @@ def _strings(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _markdown(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the lines outside of code."""
+    """Yield the lines of a Markdown file that are not code."""
     is_code = False
     for number, text in enumerate(source.splitlines(), 1):
         if text.lstrip().startswith("```"):
@@ -109,7 +109,7 @@ def _markdown(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _tracked(paths: Sequence[Path]) -> list[Path]:
-    """Return the tracked files below these paths; without paths, return all tracked files."""
+    """Return the files below these paths that git tracks. Without paths, return all tracked files."""
     command = ["git", "ls-files", "-z", "--", *map(str, paths)]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
     return [
@@ -120,7 +120,7 @@ def _tracked(paths: Sequence[Path]) -> list[Path]:
 
 
 def main(paths: list[Path]) -> int:
-    """Print each finding, and return 1 if there is one."""
+    """Print all findings. Return 1 if there are any."""
     found = False
     for path in _tracked(paths):
         for line, form, instead, text in findings(path):

@@ -1,1 +1,1 @@
-"""Dashboards and alerts for operators. Not part of the wheel."""
+"""Dashboards and alerts for operators. The wheel does not contain this package."""

@@ -1,1 +1,1 @@
-"""Writes the dashboards and the runbook. Panels are described independently of Grafana, and rendered in one place."""
+"""Writes the dashboards and the runbook. Panels are described without Grafana's terms; one module renders them."""

@@ -1,4 +1,4 @@
-"""The dashboards and their parts. Panels are in the YAML files of this folder, in the order on the screen."""
+"""The dashboards and their parts. The YAML files in this folder describe the panels, in the order on the screen."""
 
 from __future__ import annotations
 
@@ -13,44 +13,48 @@ import msgspec
 from dashboards.generate.promql import choose_engines, values_of
 
 Limits = tuple[tuple[int | float, str], ...]
-"""Names of colours, each with the lowest value that gets it; the first colour's value is ignored."""
+"""Pairs of a value and a colour's name. A number gets the colour of the largest value that it reaches.
+
+The first value is ignored, so that lower numbers get the first colour too.
+"""
 
 
 class Expect(Enum):
     """What a query must return while a small workload stores, loads and evicts.
 
-    Queries of the engine's own series must return an answer if the engine serves these series.
+    A query of the engine's own series must return something only if the engine serves these series.
     """
 
-    ACTIVITY = "activity"  # something other than 0
-    SERIES = "series"  # an answer, which may be 0
-    ZERO = "zero"  # an answer, always 0
+    ACTIVITY = "activity"  # a number other than 0
+    SERIES = "series"  # a number, which may be 0
+    ZERO = "zero"  # the number 0, always
 
 
 class Kind(Enum):
-    """How a panel shows its queries."""
+    """How a panel shows the results of its queries."""
 
     LINES = "lines"
     STACK = "stack"
-    NUMBER = "number"  # over the whole time range
-    TABLE = "table"  # a row for each engine, a column for each query; over the whole time range
+    NUMBER = "number"  # one number for the whole time range
+    # A row for each engine and a column for each query, for the whole time range.
+    TABLE = "table"
     HEATMAP = "heatmap"
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Part of a dashboard, as in the files."""
+    """A part of a dashboard, with the fields that the YAML files use."""
 
 
 class Query(Part, frozen=True):
     """One query of a panel.
 
     Args:
-        legend: the legend of each series; `{{label}}` stands for a label's value.
-        promql: the query, in the form for `choose_engines`.
-        expects: the result that the query must have.
-        unit: the unit of a table's column; by default the panel's unit.
-        limits: colours of a table's column, as for a panel.
-        texts: texts of a table's column, as for a panel.
+        legend: the legend of each series. `{{label}}` stands for the value of a label.
+        promql: the query in PromQL, in the form that `choose_engines` takes.
+        expects: what the query must return when the dashboards are checked.
+        unit: the unit in a table's column; by default the panel's unit.
+        limits: the colours in a table's column, in the form of `Panel.limits`.
+        texts: the words in a table's column, in the form of `Panel.texts`.
     """
 
     legend: str
@@ -62,17 +66,17 @@ class Query(Part, frozen=True):
 
     @property
     def expr(self) -> str:
-        """PromQL, with Grafana's variables."""
+        """The query in PromQL, with Grafana's variables."""
         return choose_engines(self.promql)
 
     @property
     def is_of_engine(self) -> bool:
-        """Whether the query reads the engine's own series, which only vLLM serves."""
+        """Whether the query reads series of the engine itself. Only vLLM serves such series."""
         return "vllm:" in self.promql
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every text that the legend can show; empty if the legend is a bucket's bound."""
+        """All texts that the legend can show; empty if the legend shows the bounds of buckets."""
         labels = re.findall(r"\{\{(\w+)\}\}", self.legend)
         values = [values_of(self.promql, label) for label in labels]
         pattern = re.sub(r"\{\{\w+\}\}", "{}", self.legend)
@@ -85,15 +89,16 @@ class Panel(Part, frozen=True):
     Args:
         title: the panel's heading.
         shows: what the panel shows.
-        when_wrong: what looks wrong, and what to do then.
-        unit: Grafana's name of the unit; `si:` scales a unit that Grafana does not know, `suffix:` only shows it.
+        when_wrong: how a problem looks in this panel, and what to do then.
+        unit: Grafana's name for the unit. `si:` before an unknown unit scales its numbers; `suffix:` only shows the
+            unit.
         queries: the queries that the panel shows.
         kind: how the queries are drawn.
-        width: the number of columns, of 24.
-        maximum: the maximum of the axis, if there is a natural one.
-        limits: colours by value.
-        texts: words shown for numbers; `<0` and `>0` stand for all negative and all positive numbers.
-        labels: additional columns of a table by label, with their headings.
+        width: how many of the screen's 24 columns the panel takes.
+        maximum: the maximum of the axis, if the numbers have a natural maximum.
+        limits: the colours of numbers.
+        texts: words that are shown instead of numbers. `<0` and `>0` stand for all negative and all positive numbers.
+        labels: additional columns of a table, which show labels: the label's name, and the column's heading.
     """
 
     title: str
@@ -110,24 +115,24 @@ class Panel(Part, frozen=True):
 
     @property
     def is_instant(self) -> bool:
-        """Whether the panel's queries are evaluated once, at the end of the time range."""
+        """Whether the panel's queries are evaluated only once, at the end of the time range."""
         return self.kind in (Kind.NUMBER, Kind.TABLE)
 
     @property
     def description(self) -> str:
-        """The text behind the panel's info sign."""
+        """The text that the panel's info sign shows."""
         return f"{self.shows}\n\n**When it looks wrong:** {self.when_wrong}"
 
     @property
     def names(self) -> list[str]:
-        """The names of everything that has its own colour."""
+        """The names of everything in the panel that has a colour of its own."""
         if self.limits or self.kind is Kind.TABLE:
             return []
         return [name for query in self.queries for name in query.names]
 
 
 class Row(Part, frozen=True):
-    """Panels under one heading, in lines of 24 columns."""
+    """Panels under one heading. The screen has 24 columns; panels that do not fit begin a new line."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -137,12 +142,12 @@ class Board(Part, frozen=True):
     """One dashboard.
 
     Args:
-        name: the name of the board's file, and the end of its identifier.
-        title: the title in Grafana's list.
-        about: the question that the board answers.
-        rows: from top to bottom.
-        tiers: values of the variable `tier`, the first of which is chosen at first; empty if the board has no such
-            variable.
+        name: the name of the dashboard's file. Its identifier ends with this name.
+        title: the title in Grafana's list of dashboards.
+        about: the question that the dashboard answers.
+        rows: the rows of panels, from top to bottom.
+        tiers: the values of the variable `tier`; the first value is the default. Empty if the dashboard does not have
+            this variable.
     """
 
     name: str
@@ -160,4 +165,4 @@ BOARDS = tuple(
     msgspec.yaml.decode(Path(__file__).with_name(f"{name}.yml").read_bytes(), type=Board)
     for name in ("overview", "why", "transfers", "tiers")
 )
-"""The dashboards, in the order in which an operator needs them."""
+"""All dashboards, in the order in which an operator needs them."""

@@ -1,7 +1,7 @@
-"""The colour of every name, the same on all dashboards.
+"""The colour of every name. All dashboards use the same colours.
 
-Green: found or loaded. Blue: stored. Grey: harmless. Yellow and orange: not enough space. Red: failed. Purple: requested by an
-operator or a request.
+Green: found or loaded. Blue: stored. Grey: harmless. Yellow and orange: not enough space. Red: failed. Purple: an
+operator or a request asked for it.
 """
 
 from __future__ import annotations
@@ -56,4 +56,4 @@ COLOURS: dict[str, str] = {
 }  # fmt: skip
 
 LIMITS = {"green": GREEN, "red": RED, "orange": ORANGE, "yellow": YELLOW, "grey": GREY}
-"""The colours of values, by the names that panels use."""
+"""The colours of numbers, by the names that panels use."""

@@ -1,4 +1,4 @@
-"""The generated files, and the function that makes each."""
+"""The generated files, each with the function that returns its content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders boards as Grafana's JSON. No other module depends on Grafana."""
+"""Renders dashboards as Grafana's JSON. No other module depends on Grafana."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ _SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _HEIGHTS = {Kind.NUMBER: 4, Kind.TABLE: 6, Kind.HEATMAP: 9}
 _HEIGHT = 8
 _COLUMNS = 24
-_MIN_WIDTH = 100  # pixels of a table's column; with Grafana's 150 the last columns are not visible
-# fields that the builder writes for every kind of variable
+# The width of a table's column in pixels; with Grafana's default of 150, the last columns would be cut off.
+_MIN_WIDTH = 100
+# The builder writes these fields for every variable, but only one kind of variable has them.
 _INTERVAL_ONLY = ("auto", "auto_min", "auto_count")
 
 _SIGNS: Mapping[str, tuple[float | None, float | None]] = {"<0": (None, -1e-9), ">0": (1e-9, None)}
@@ -47,13 +48,13 @@ def places(boards: Iterable[Board]) -> Places:
 
 
 def render(board: Board, links: Places) -> str:
-    """Return a board as Grafana's JSON. A panel links to the panels that its text names."""
+    """Return a dashboard as Grafana's JSON. Each panel has links to the panels that its text names."""
     built = _dashboard(board, links).build()
     plain = json.loads(json.dumps(built, cls=JSONEncoder))
     for number, panel in enumerate(plain["panels"], start=1):
         panel["id"] = number
         if panel["type"] == "table":
-            # the builder writes this option; newer versions of Grafana do not have it
+            # the builder writes this option, which newer versions of Grafana do not have
             panel["options"].pop("footer")
     for variable in plain["templating"]["list"]:
         for name in _INTERVAL_ONLY:
@@ -62,7 +63,7 @@ def render(board: Board, links: Places) -> str:
 
 
 def _numbered(board: Board) -> Iterator[tuple[int, Panel]]:
-    """Yield each panel with its id; ids count rows and panels together."""
+    """Yield each panel with its id. Rows and panels are numbered together."""
     number = 0
     for row in board.rows:
         number += 1
@@ -95,7 +96,7 @@ def _dashboard(board: Board, links: Places) -> build.Dashboard:
 
 
 def _placed(board: Board, links: Places) -> Iterator[build.Row | PanelBuilder]:
-    """Yield rows and panels with their places: panels from left to right, a new line after 24 columns."""
+    """Yield rows and panels with their places. Panels go from left to right, with a new line after 24 columns."""
     y = 0
     for row in board.rows:
         yield build.Row(row.title).grid_pos(model.GridPos(x=0, y=y, w=_COLUMNS, h=1))
@@ -132,7 +133,7 @@ def _target(panel: Panel, query: Query, ref: str) -> prometheus.Dataquery:
 
 
 def _named(panel: Panel) -> list[str]:
-    """Return the titles of panels that a panel's text names, without duplicates."""
+    """Return the titles of the other panels that this panel's text names, without duplicates."""
     return list(dict.fromkeys(re.findall("`([^`]+)`", panel.description)))
 
 
@@ -151,7 +152,7 @@ def _number(panel: Panel) -> stat.Panel:
 
 
 def _steps(limits: Limits) -> list[tuple[float | None, str]]:
-    """Return the lowest value of each colour; the first colour has none."""
+    """Return each colour with the lowest number that gets it, which is None for the first colour."""
     return [(value if place else None, LIMITS[colour]) for place, (value, colour) in enumerate(limits)]
 
 
@@ -166,7 +167,7 @@ def _mapping(texts: Mapping[str, str]) -> model.ValueMap:
 
 
 def _signs(texts: Mapping[str, str]) -> list[model.RangeMap]:
-    """Return the words for all negative or all positive numbers."""
+    """Return the words that are shown for all negative or all positive numbers."""
     return [
         model.RangeMap(
             options=model.DashboardRangeMapOptions(*_SIGNS[sign], model.ValueMappingResult(text=text))
@@ -179,8 +180,8 @@ def _signs(texts: Mapping[str, str]) -> list[model.RangeMap]:
 def _table(panel: Panel) -> table.Panel:
     """Return a table with a row for each engine.
 
-    Answers with equal labels are joined, and labels without a heading are hidden. If the table has one query, only the
-    labels matter, so the value is hidden.
+    Results with equal labels are joined into one row, and labels without a heading are hidden. If the table has only
+    one query, the number is hidden too, because only the labels matter.
     """
     shown = panel.queries if len(panel.queries) > 1 else ()
     headings = {f"Value #{_ref(number)}": query.legend for number, query in enumerate(shown)}
@@ -259,7 +260,8 @@ def _style(panel: Panel, name: str) -> list[model.DynamicConfigValue]:
     properties = [
         model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": _colour(panel, name)}),
     ]
-    if panel.kind is Kind.STACK and name == "capacity":  # a line above the stack, not a part of it
+    # Draw the capacity as a line above the stack, not as a part of the stack.
+    if panel.kind is Kind.STACK and name == "capacity":
         properties += [
             model.DynamicConfigValue(id_val="custom.stacking", value={"mode": "none", "group": "A"}),
             model.DynamicConfigValue(id_val="custom.fillOpacity", value=0),
@@ -290,7 +292,7 @@ _MAKERS: dict[Kind, Callable[[Panel], PanelBuilder]] = {
 
 
 def _variable(name: str, label: str) -> build.QueryVariable:
-    """Return a filter with the values of the engines that the preceding filters select."""
+    """Return a variable that filters by a label. It offers the values of the engines that earlier variables select."""
     before = list(VARIABLES.items())[: list(VARIABLES).index(name)]
     chosen = ", ".join(f'{one}=~"${other}"' for other, one in before)
     query: dict[str, object] = {

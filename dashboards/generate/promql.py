@@ -1,4 +1,4 @@
-"""Grafana's variables in PromQL: added to panels' queries, and replaced by values for Prometheus."""
+"""Adds Grafana's variables to the panels' queries, and replaces the variables by values for Prometheus."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VLLM_SERIES = frozenset(
         "vllm:time_to_first_token_seconds_bucket",
     )
 )
-"""The engine's own series that panels join; nothing else outside the catalogue is on a panel."""
+"""Series of the engine itself that panels use. All other series on panels are in kvoffload's catalogue."""
 _VLLM_LABELS = {"stage": ("waiting_to_start", "in_progress", "completed_waiting")}
 
 VARIABLES = {
@@ -34,9 +34,9 @@ VARIABLES = {
     "model": "model_name",
     "engine": "engine",
 }
-"""The dashboards' variables, each with the label that it filters. A label that a server lacks filters nothing."""
+"""The dashboards' variables, each with the label by which it filters. A server without this label is not filtered."""
 ENGINE_LABELS = ", ".join(VARIABLES.values())
-"""The labels that distinguish engines."""
+"""The names of the labels that distinguish engines."""
 _NET = (
     "sum$by (increase(kvoffload_prefill_seconds_saved_total[$window]))"
     " - sum$by (increase(kvoffload_load_wait_seconds_sum[$window]))"
@@ -49,21 +49,21 @@ NET = {
     .replace("$window", "$__rate_interval"),
     "$net": _NET.replace("$by", "").replace("$window", "$__range"),
 }
-"""The net benefit, seconds saved minus seconds lost, as PromQL, by the names that panels use for it."""
+"""The net benefit (seconds saved minus seconds lost) in PromQL, by the names that panels use for it."""
 _CHOSEN = ", ".join(f'{label}=~"${name}"' for name, label in VARIABLES.items())
 _SERIES = re.compile(r"((?:kvoffload_|vllm:|ALERTS)\w*)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)(=~|!=|=)"([^"]*)"')
 
 
 def choose_engines(promql: str) -> str:
-    """Return PromQL for the engines that the dashboard's variables choose.
+    """Return a query that selects only the engines chosen by the dashboard's variables.
 
     Args:
-        promql: the query, without filters by engine; `$engine_labels` are the labels that distinguish engines, and
-            `NET` has names of the net benefit.
+        promql: the query without filters by engine. It may contain `$engine_labels`, for the labels that distinguish
+            engines, and the names in `NET`.
 
     Raises:
-        ValueError: the query selects a series, or the value of a label, that does not exist.
+        ValueError: the query selects a series or a label's value that does not exist.
     """
     for name, expression in NET.items():
         promql = promql.replace(name, expression)
@@ -71,7 +71,7 @@ def choose_engines(promql: str) -> str:
 
 
 def values_of(promql: str, label: str) -> tuple[str, ...]:
-    """Return every value that a label of the selected series can have; empty if the catalogue does not list them."""
+    """Return all values that a label of the query's series can have; empty if the catalogue does not list them."""
     found = _SERIES.search(promql)
     assert found is not None, promql
     excluded = {
@@ -81,7 +81,7 @@ def values_of(promql: str, label: str) -> tuple[str, ...]:
 
 
 def substitute(expr: str, rate_interval: str, time_range: str, tier: str = ".*") -> str:
-    """Return PromQL without Grafana's variables.
+    """Return a query in which Grafana's variables are replaced by values.
 
     Raises:
         ValueError: a variable is unknown.
@@ -106,7 +106,7 @@ def _choose(found: re.Match[str]) -> str:
 
 
 def _labels_of(series: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the values of each label of a series."""
+    """Return the values of a series' labels, by the label's name."""
     if series == "ALERTS":
         return {}
     if series.startswith("vllm:"):

@@ -1,6 +1,6 @@
-"""Alerts: their rules, and the runbook's paragraphs, which the alerts contain too.
+"""Alerts: their rules for Prometheus, and their sections in the runbook. An alert's annotations repeat its section.
 
-Rules keep the labels of their series, so an alert is about one engine and can be routed by namespace, pod or cluster.
+Rules keep the labels of their series. So an alert is about one engine and can be routed by namespace, pod or cluster.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One alert.
 
     Args:
-        name: the rule's name, without its prefix.
+        name: the rule's name, without the prefix that all rules have.
         severity: critical, warning or info.
-        expr: the alert's expression; the alert fires while this returns a series.
+        expr: the alert's expression in PromQL. The alert fires while it returns a series.
         summary: what is wrong, without a full stop.
-        description: the summary with numbers; the engine's name precedes it.
+        description: what is wrong, with numbers. The engine's name is put before it.
         meaning: what happened, and why.
         impact: what users notice, and what is lost.
-        query: PromQL that shows more.
-        check: what the query's answer means, and where else to look.
-        do: what to do.
-        board: the dashboard that shows it.
-        tier: the value of that dashboard's variable `tier`, if it has one.
-        wait: how long the condition must hold.
+        query: a query in PromQL that shows details.
+        check: what the query's result means, and where else to look.
+        do: what the operator should do.
+        board: the dashboard that shows the problem.
+        tier: the value to choose for the dashboard's variable `tier`, if the dashboard has this variable.
+        wait: how long the expression must return a series before the alert fires.
     """
 
     name: str
@@ -57,17 +57,17 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def full_name(self) -> str:
-        """The name that Prometheus shows."""
+        """The rule's name in Prometheus."""
         return f"KVOffload{self.name}"
 
     @property
     def runbook(self) -> dict[str, str]:
-        """The runbook's four parts, by their headings."""
+        """The four parts of the alert's section in the runbook, by their headings."""
         check = f"`{self.query}`. {self.check}"
         return {"Meaning": self.meaning, "Impact": self.impact, "Check": check, "Do": self.do}
 
     def to_rule(self) -> dict[str, object]:
-        """Return the alert's entry in Prometheus's file of rules."""
+        """Return the alert's entry in the file of rules."""
         filters = [f"var-tier={self.tier}"] if self.tier else []
         filters += [
             f"{{{{ with $labels.{name} }}}}var-{name}={{{{ urlquery . }}}}{{{{ end }}}}"
@@ -92,11 +92,11 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 ALERTS = msgspec.yaml.decode(Path(__file__).with_name("alerts.yml").read_bytes(), type=tuple[Alert, ...])
-"""Every alert, in the order of the runbook."""
+"""All alerts, in the order of the runbook."""
 
 
 def render_rules(alerts: Sequence[Alert]) -> str:
-    """Return Prometheus's file of alerting rules."""
+    """Return the file with the alerting rules for Prometheus."""
     groups = [{"name": "kvoffload_alerts", "rules": [alert.to_rule() for alert in alerts]}]
     dumper = type("Dumper", (yaml.SafeDumper,), {})
     yaml.add_representer(str, _represent, Dumper=dumper)
@@ -104,7 +104,7 @@ def render_rules(alerts: Sequence[Alert]) -> str:
 
 
 def render_runbook(alerts: Sequence[Alert]) -> str:
-    """Return the runbook: a section for each alert."""
+    """Return the runbook, which has a section for each alert."""
     return "\n".join(_sections(alerts))
 
 
@@ -120,5 +120,5 @@ def _sections(alerts: Sequence[Alert]) -> Iterator[str]:
 
 
 def _represent(dumper: Any, text: str) -> object:  # noqa: ANN401  # the library has no types
-    """Write expressions of several lines unchanged."""
+    """Represent a text in YAML. Texts of several lines keep their line breaks."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -1,1 +1,1 @@
-"""Evaluates every query of every panel and rule in a real Prometheus that scrapes real engines."""
+"""Checks every query of every panel and rule: a real Prometheus evaluates them while it scrapes real engines."""

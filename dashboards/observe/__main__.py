@@ -1,6 +1,6 @@
-"""`make observe`: a demo under a real Prometheus, which evaluates every query of every panel and rule.
+"""`make observe`: runs a demo, and lets a real Prometheus evaluate every query of every panel and rule.
 
-HOST:PORT adds engines to the demo; with `--no-demo` only these engines are scraped.
+Arguments of the form HOST:PORT name further engines to scrape. With `--no-demo`, only these engines are scraped.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dashboards.observe.prometheus import ObserveError, run_prometheus
 from kvoffload.remote.local import free_port
 
 _SCRAPES = 5
-"""Scrapes of engines without the demo: enough to see their rates."""
+"""How often to scrape engines if there is no demo. This is enough to see their rates."""
 
 
 def main() -> int:
-    """Run the check and return the exit code."""
+    """Run the check, print its findings, and return the exit code."""
     parser = argparse.ArgumentParser(
         description="evaluate every query of every panel and rule in a real Prometheus"
     )
@@ -40,10 +40,10 @@ def main() -> int:
 
 
 def observe(targets: list[str], *, with_demo: bool = True) -> list[Finding]:
-    """Scrape the targets and a demo, and return a finding for every query.
+    """Scrape the targets and a demo, and return a finding for each query.
 
     Raises:
-        ObserveError: one of the programs fails.
+        ObserveError: the demo or Prometheus fails.
     """
     with ExitStack() as stack:
         address = f"127.0.0.1:{free_port()}"
@@ -62,7 +62,7 @@ def observe(targets: list[str], *, with_demo: bool = True) -> list[Finding]:
 
 
 def report(findings: list[Finding]) -> int:
-    """Print every finding and return 1 if one has a problem."""
+    """Print all findings. Return 1 if one of them has a problem."""
     for one in findings:
         state = "FAILED" if one.problem else "active" if one.is_active else "zero" if one.series else "empty"
         print(f"{state:7} {one.series:4} series  {one.where}")

@@ -1,4 +1,4 @@
-"""Checks of every query after Prometheus has scraped a working engine."""
+"""Checks every query after Prometheus has scraped an engine at work."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _ENGINE_PROBE = 'count({__name__=~"vllm:.+"})'
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one query.
+    """The result of checking one query.
 
     Args:
-        where: dashboard and title of the panel, with the chosen tier, or the rule.
-        expr: the query as Prometheus received it.
-        series: the number of series.
-        is_active: whether any value was not 0.
-        problem: what is wrong; empty if nothing is.
+        where: where the query is: the dashboard, the panel's title and the chosen tier; or the rule.
+        expr: the query that Prometheus evaluated.
+        series: the number of series in the result.
+        is_active: whether the result has a value other than 0.
+        problem: what is wrong with the result; empty if nothing is wrong.
     """
 
     where: str
@@ -36,9 +36,9 @@ class Finding:
 
 
 def wait_for_scrape(prometheus: Prometheus, targets: Sequence[str]) -> None:
-    """Wait until every target has been scraped after this call.
+    """Wait until Prometheus has scraped all targets once more.
 
-    The first scrape takes a while, because Prometheus does not scrape in its first 5 s.
+    The first scrape may take a while, because Prometheus does not scrape in its first 5 s.
 
     Raises:
         ObserveError: a target was not scraped.
@@ -55,8 +55,8 @@ def wait_for_scrape(prometheus: Prometheus, targets: Sequence[str]) -> None:
 def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[Finding]:
     """Evaluate every query of every panel over a time range, as Grafana would, for each tier that can be chosen.
 
-    Rates are over the whole range, so that the result depends only on its first and last scrape: a busy machine loses
-    some scrapes in between.
+    Rates are computed over the whole range. So the result depends only on the first and last scrape, and a busy
+    machine may miss some scrapes in between.
     """
     has_vllm = bool(prometheus.query(_ENGINE_PROBE))
     seconds = math.ceil(end - start)
@@ -73,7 +73,7 @@ def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[F
 
 
 def check_rules(prometheus: Prometheus) -> Iterator[Finding]:
-    """Check every rule's health, and the results of each recording rule."""
+    """Check the health of every rule, and the results of every recording rule."""
     for rule in prometheus.rules():
         problem = "" if rule["health"] == "ok" else f"{rule['health']}: {rule.get('lastError', '')}"
         found = prometheus.query(rule["name"] if rule["type"] == "recording" else rule["query"])
@@ -83,7 +83,7 @@ def check_rules(prometheus: Prometheus) -> Iterator[Finding]:
 
 
 def firing(prometheus: Prometheus) -> list[str]:
-    """Return the names of the alerts that fire."""
+    """Return the names of the alerts that are firing."""
     return sorted({one.labels["alertname"] for one in prometheus.query('ALERTS{alertstate="firing"}')})
 
 

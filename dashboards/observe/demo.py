@@ -1,4 +1,4 @@
-"""A running demo that serves its metrics: a workload that stores, loads, misses and evicts in less than a minute."""
+"""Runs a demo that serves its metrics. Its workload stores, loads, misses and evicts blocks in less than a minute."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dashboards.observe.prometheus import END_S, ObserveError, end
 from kvoffload.cli.demo.command import local_store
 from kvoffload.model.errors import RemoteError
 
-# The conversations outgrow host memory after some turns, and then the disk: prompts are found on the host at first, later on the
-# disk, and at last in the remote tier.
+# After some turns, the conversations no longer fit in host memory, and later they no longer fit on the disk. So prompts
+# are first found on the host, then on the disk, and at last in the remote tier.
 _WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "8", "--first-tokens", "384"]
 _WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "14MiB"]
 _WORKLOAD += ["--disk", ".", "--config", "disk_bytes=11MiB"]
-# A remote tier or a disk that is slow for a while must not change where blocks are found: each call may take a minute, and each
-# turn of all conversations ends when everything is written.
+# With these settings, a slow disk or remote tier does not change where blocks are found. Each call may take a minute,
+# and each round of turns ends only when all blocks are written.
 _WORKLOAD += ["--config", "remote_timeout_s=60", "--config", "disk_drain_s=60"]
 _SERVE_S = 600
 
@@ -31,7 +31,7 @@ class Demo:
     """A running demo.
 
     Args:
-        process: the process of the command.
+        process: the process in which the demo runs.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -39,7 +39,7 @@ class Demo:
         self._wait_for_line(SERVES)
 
     def result(self) -> dict[str, Any]:
-        """Start the conversations, wait for their end and return their result. The demo continues to serve.
+        """Start the conversations, wait for their end, and return their result. The demo continues to serve metrics.
 
         Raises:
             ObserveError: the demo failed.
@@ -48,7 +48,7 @@ class Demo:
         self._wait_for_line("metrics stay at")
         assert self._process.stdout is not None
         text = ""
-        for line in self._process.stdout:  # The output does not end, because the demo still runs.
+        for line in self._process.stdout:  # do not wait for the output's end, because the demo still runs
             text += line
             with suppress(json.JSONDecodeError):
                 result: dict[str, Any] = json.loads(text)
@@ -67,9 +67,9 @@ class Demo:
 
 @contextmanager
 def run_demo(address: str) -> Iterator[Demo]:
-    """Start the demo and wait until it serves metrics at HOST:PORT; end it with the `with` block.
+    """Start the demo, wait until it serves metrics at HOST:PORT, and end it when the `with` block ends.
 
-    The conversations begin when `result` is called. To see all of them, scrape the address before that.
+    The conversations begin when `result` is called, so begin to scrape before that.
 
     Raises:
         ObserveError: the demo does not start.

@@ -1,6 +1,6 @@
-"""The demo that `run_demo` starts as a separate process. It waits for a line on standard input before it begins.
+"""The demo that `run_demo` starts in another process. Before it begins, it waits for a line on standard input.
 
-`run_demo` starts this file by its path, because the package is not installed.
+`run_demo` starts this file by its path, because the package `dashboards` is not installed.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ SERVES = "metrics are at "
 
 
 class GatedScreen(command.Screen):
-    """A screen that waits for the line once metrics are served."""
+    """A screen that waits for a line on standard input when the demo says that it serves metrics."""
 
     def say(self, text: str) -> None:
-        """Print a line that is not a result."""
+        """Print a message that is not a result."""
         super().say(text)
         if text.startswith(SERVES):
             sys.stdin.readline()

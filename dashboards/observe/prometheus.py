@@ -1,4 +1,4 @@
-"""A real Prometheus on the loopback interface, in a separate folder, within a `with` block."""
+"""Runs a real Prometheus on the loopback interface. Its files are in a temporary folder."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from typing import Any
 from kvoffload.remote.local import free_port
 
 SCRAPE_MS = 200
-"""Milliseconds between scrapes: short, so that even a demo of a few seconds fills the windows of the rates."""
+"""The time between two scrapes in milliseconds. It is short, so that even a demo of a few seconds is scraped often."""
 _RULES = Path(__file__).resolve().parent.parent / "rules"
 _POLL_S = 0.1
 END_S = 60.0
-"""Seconds that a child may take to end after SIGTERM."""
+"""How many seconds a child process may take to end after SIGTERM."""
 
 
 class ObserveError(Exception):
-    """Raised when a program that the check needs fails."""
+    """Raised when the check needs a program, and this program fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One series of an answer: its labels and its values, oldest first."""
+    """A series in the result of a query: its labels and its values, the oldest value first."""
 
     labels: dict[str, str]
     values: tuple[float, ...]
 
 
 def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Poll until a condition holds.
+    """Wait until a condition holds, by testing it again and again.
 
     Raises:
         ObserveError: the condition did not hold in time.
@@ -52,17 +52,17 @@ def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> Non
 
 
 class Prometheus:
-    """A running server.
+    """A Prometheus server that is running.
 
     Args:
-        url: the URL of its API.
+        url: the URL of the server's API.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def query(self, expr: str, at: float | None = None) -> list[Series]:
-        """Return an expression's series at a time, or now.
+        """Return the series that an expression has at a time, by default now.
 
         Raises:
             ObserveError: Prometheus refuses the expression.
@@ -71,7 +71,7 @@ class Prometheus:
         return [Series(one["metric"], (float(one["value"][1]),)) for one in result]
 
     def query_range(self, expr: str, start: float, end: float) -> list[Series]:
-        """Return an expression's series over a time range, with a value for each scrape.
+        """Return the series that an expression has over a time range, with a value for each scrape.
 
         Raises:
             ObserveError: Prometheus refuses the expression.
@@ -80,14 +80,14 @@ class Prometheus:
         return [Series(one["metric"], tuple(float(value) for _, value in one["values"])) for one in result]
 
     def rules(self) -> list[dict[str, Any]]:
-        """Return every rule with its health."""
+        """Return all rules, each with its health."""
         return [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
 
     def get(self, path: str, **parameters: object) -> Any:  # noqa: ANN401  # as the API answers
-        """Return the data of the HTTP API's answer.
+        """Send a request to the HTTP API, and return the data in its answer.
 
         Raises:
-            ObserveError: the server answers with an error.
+            ObserveError: the server's answer is an error.
         """
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
@@ -100,10 +100,10 @@ class Prometheus:
 
 @contextmanager
 def run_prometheus(targets: Sequence[str], every_ms: int = SCRAPE_MS) -> Iterator[Prometheus]:
-    """Scrape `targets` (HOST:PORT) and evaluate our rules, both every `every_ms` milliseconds.
+    """Start a Prometheus that scrapes `targets` (HOST:PORT) and evaluates kvoffload's rules, both every `every_ms`.
 
     Raises:
-        ObserveError: there is no Prometheus, or Prometheus does not start.
+        ObserveError: Prometheus is not installed or does not start.
     """
     program = shutil.which("prometheus")
     if program is None:
@@ -134,7 +134,7 @@ def run_prometheus(targets: Sequence[str], every_ms: int = SCRAPE_MS) -> Iterato
 
 
 def end(process: subprocess.Popen[Any], timeout_s: float = END_S) -> None:
-    """End a child by SIGTERM, or else by SIGKILL.
+    """End a child process by SIGTERM. If that takes too long, kill it.
 
     Raises:
         ObserveError: SIGTERM did not end the child in time.

@@ -1,1 +1,1 @@
-"""Takes the README's pictures of real runs: `make screenshot`."""
+"""Takes the pictures in the documents from real runs: `make screenshot`."""

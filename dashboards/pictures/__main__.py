@@ -1,4 +1,4 @@
-"""`make screenshot`: pictures of the dashboards in a browser, from real runs."""
+"""`make screenshot`: takes pictures of the dashboards in a browser, from real runs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvoffload.checks.options import seconds
 FOLDER = Path(__file__).parent
 SHOWN = ("overview",)
 TAKEN = FOLDER / "taken.json"
-"""For each shown dashboard, a digest of what its picture shows."""
+"""The file with a digest for each dashboard in the documents. The digest covers what the picture shows."""
 NAMES = tuple(board.name for board in BOARDS)
 BROWSER = "chromium-headless-shell"
 
 
 def main() -> int:
-    """Take the named pictures of a demo, or by default the pictures that documents show."""
+    """Take pictures of the named dashboards from a demo. By default, take the pictures in the documents."""
     parser = argparse.ArgumentParser(description="take pictures of dashboards")
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(NAMES)}, of a short demo")
     words = "how long the vLLM engines of the documents' pictures serve (default: %(default)s)"

@@ -1,4 +1,4 @@
-"""Pictures of the dashboards, drawn by Grafana's published components from a real Prometheus's answers."""
+"""Takes pictures of the dashboards. Grafana's published components draw them from the data of a real Prometheus."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvoffload.remote.local import free_port
 
 BOARDS = FOLDER / "grafana" / "dashboards"
 _SOURCES = Path(__file__).with_name("grafana")
-_END_S = 180.0  # Two servers end one after the other.
+_END_S = 180.0  # two servers end one after the other, so this is longer than for one
 _VLLM = FOLDER.parent / ".venv" / "vllm" / "bin" / "python"
 _BUILD = FOLDER.parent / ".venv" / "pictures"
 SERVE_S, EVERY_MS, RATE_MS = 600, 5000, 60_000
-"""Seconds for which the vLLM engines serve by default, and milliseconds between scrapes and of each rate."""
+"""How many seconds the vLLM engines serve by default, and in milliseconds the time between scrapes and of a rate."""
 _PAGE = '<!doctype html><meta charset="utf-8"><link rel="stylesheet" href="board.css"><div id="root"></div>'
 _ORIGIN = "http://pictures.invalid/"
 _ICONS = Path("node_modules") / "@grafana" / "ui" / "dist" / "public"
@@ -45,10 +45,10 @@ _BUNDLE = [
 
 
 def take_boards(names: Sequence[str], folder: Path, browser: str) -> list[Path]:
-    """Run a demo under Prometheus and write a picture of each named dashboard into `folder`.
+    """Run a demo that Prometheus scrapes, and write a picture of each named dashboard into `folder`.
 
     Raises:
-        ObserveError: a program is missing or fails, or a page reports an error.
+        ObserveError: a program is missing or fails, or a page in the browser reports an error.
     """
     _build()
     address = f"127.0.0.1:{free_port()}"
@@ -62,10 +62,10 @@ def take_boards(names: Sequence[str], folder: Path, browser: str) -> list[Path]:
 
 
 def take_vllm_boards(names: Sequence[str], folder: Path, browser: str, seconds: float) -> list[Path]:
-    """Serve conversations with two stock vLLM engines under Prometheus, and write a picture of each dashboard.
+    """Let two stock vLLM engines serve conversations while Prometheus scrapes them. Take a picture of each dashboard.
 
     Raises:
-        ObserveError: a program is missing or fails, the engines gained nothing, or a panel has nothing to show.
+        ObserveError: a program is missing or fails, offloading gained nothing, or a panel has nothing to show.
     """
     _build()
     with _vllm_engines(seconds) as (addresses, engines), run_prometheus(addresses, EVERY_MS) as prometheus:
@@ -102,7 +102,7 @@ def _vllm_engines(seconds: float) -> Iterator[tuple[list[str], subprocess.Popen[
 
 
 def _line_of(process: subprocess.Popen[str], then: str) -> str:
-    """Let the engines continue, and return the next line that starts with `then`."""
+    """Let the engines continue, and return the next line of their output that starts with `then`."""
     assert process.stdin is not None
     assert process.stdout is not None
     if then != "[":
@@ -114,7 +114,7 @@ def _line_of(process: subprocess.Popen[str], then: str) -> str:
 
 
 def unfit(captured: dict[str, Any]) -> list[str]:
-    """Return why a board must not be shown: panels without data, plots of zeros only, and a negative net benefit."""
+    """Return the reasons not to show a dashboard: panels without data, plots of only zeros, a negative net benefit."""
     problems = []
     for panel in captured["board"]["panels"]:
         answers = [series for target in panel.get("targets", []) for series in target["answer"]]
@@ -125,13 +125,14 @@ def unfit(captured: dict[str, Any]) -> list[str]:
             value and value == value for value in values
         ):
             problems.append(f"{panel['title']}: nothing but zeros")
-        elif panel["title"] == "Net seconds saved" and not float(answers[0]["value"][1]) > 0:  # may be NaN
+        # `not >` is also true for NaN.
+        elif panel["title"] == "Net seconds saved" and not float(answers[0]["value"][1]) > 0:
             problems.append(f"{panel['title']}: {answers[0]['value'][1]}, so no gain")
     return problems
 
 
 def shown(name: str) -> str:
-    """Return a digest of a dashboard's visible parts: all but the texts and links behind its panels' info signs."""
+    """Return a digest of what a dashboard shows. The texts and links of its panels' info signs are not covered."""
     board = json.loads((BOARDS / f"{name}.json").read_text(encoding="utf-8"))
     panels = [
         {key: value for key, value in panel.items() if key not in ("description", "links", "id")}
@@ -150,7 +151,7 @@ def capture(
     step_ms: int = SCRAPE_MS,
     rate_ms: int = 5 * SCRAPE_MS,
 ) -> dict[str, Any]:
-    """Return a dashboard's JSON, with Prometheus's answer to each target under `answer`.
+    """Return a dashboard's JSON. For each query, it also contains Prometheus's result, under `answer`.
 
     Raises:
         ObserveError: Prometheus refuses a query.
@@ -177,7 +178,7 @@ def _answer(
 
 
 def _build() -> None:
-    """Install the locked packages, once for each lock, and bundle the page, in a folder that git ignores."""
+    """Build the page in a folder that git ignores. Its packages are installed only if their lock file has changed."""
     if shutil.which("npm") is None:
         raise ObserveError("there is no program `npm`: install Node.js 20 or newer")
     installed = _BUILD / "node_modules" / "installed.json"
@@ -199,7 +200,7 @@ def _run(command: list[str]) -> None:
 
 
 def _height(board: dict[str, Any]) -> int:
-    """Return the minimum height of a board's grid and title, in pixels."""
+    """Return the height in pixels that a dashboard's title and panels need."""
     places: list[dict[str, int]] = [panel["gridPos"] for panel in board["panels"]]
     return 38 * max(place["y"] + place["h"] for place in places) + 100
 
@@ -208,9 +209,9 @@ def _take(captured: dict[str, Any], folder: Path, browser: str) -> Path:
     from playwright.sync_api import Route, sync_playwright
 
     def serve(route: Route) -> None:
-        """Answer from the build folder.
+        """Answer a request of the browser with a file from the build folder.
 
-        A `file:` page is not enough, because components request icons by a server's paths.
+        The page cannot be opened as a file, because its components request icons from a server.
         """
         path = route.request.url.removeprefix(_ORIGIN)
         file = _BUILD / (_ICONS / path.removeprefix("public/build/") if "public/build/" in path else path)
@@ -223,7 +224,7 @@ def _take(captured: dict[str, Any], folder: Path, browser: str) -> Path:
     problems: list[str] = []
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        # As tall as the board, because tables draw only the rows that are in view.
+        # The window is as tall as the dashboard, because tables draw only the rows that are visible.
         page = running.new_page(
             viewport={"width": 1540, "height": _height(captured["board"])}, color_scheme="dark"
         )

@@ -1,1 +1,1 @@
-"""`kvoffload gpu-check`: checks and measurements that need a GPU. `command.py` lists the parts."""
+"""`kvoffload gpu-check`: checks and measurements that need a GPU. `command.py` has the list of parts."""

@@ -1,8 +1,8 @@
 """`kvoffload gpu-check`: checks copies between host and one NVIDIA GPU, and measures them.
 
-The command needs neither an engine nor torch. It first compares bytes, then measures, then runs the checks that may
-hang or crash, and last the parts of the installed engines. Each part runs in its own process. Only a wrong byte ends
-the whole check. On the emulated driver all parts run, but times and speeds get no verdict.
+The command needs neither an engine nor torch. First it compares copied bytes, then it measures speeds, then it runs the
+checks that may hang or crash, and last the checks of installed engines. Each part runs in a process of its own. Only a
+wrong byte ends the whole command. With the emulated driver all parts run, but times and speeds get no verdict.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 HELP = "check copies between host and an NVIDIA GPU, and measure them against the goals"
 ENGINES = "kvoffload.gpu_checks"
-"""Entry point group of modules whose `lines(options)` yields an engine's part. These parts run last, sorted by name."""
+"""The entry points of modules with a function `lines(options)` that checks an engine. They run last, sorted by name."""
 
 _HERE = "kvoffload.gpu_check"
 _ENGINE_S = 420.0
@@ -40,7 +40,7 @@ _WORDS = {
 
 
 def parts() -> dict[str, Part]:
-    """Return all parts by name, in the order in which they run: our own, then those of installed engines."""
+    """Return all parts by name, in the order in which they run. The parts of installed engines are the last."""
     from kvoffload.gpu_check.parts import Part
 
     copies, latencies, hazards = f"{_HERE}.copies", f"{_HERE}.latencies", f"{_HERE}.hazards"
@@ -89,13 +89,13 @@ def run(args: argparse.Namespace) -> int:
     chosen = _chosen(args.only)
     log = args.output.with_suffix(".log")
     with written(log):
-        pass  # Writing nothing empties the log, and fails early if a folder or a permission is missing.
+        pass  # empties the log, and fails early if the folder is missing or not writable
     about, found = _about(options), list[Line]()
     for line in (line for part in chosen for line in lines_of(part, options, log)):
         if not found and line.is_met is False:
             raise CommandError(f"there is no GPU to check: {line.words}")
         found.append(_judged(line, found))
-        with written(args.output) as file:  # Write before printing, so that every printed line is on disk.
+        with written(args.output) as file:  # first, so that the file has everything printed
             json.dump({**about, "lines": [_plain(one) for one in found]}, file, indent=1)
         print(json.dumps(_plain(found[-1])) if args.json else found[-1].text, flush=True)
         if line.is_last:
@@ -106,15 +106,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def exit_code(lines: Iterable[Line]) -> Exit:
-    """Return the exit code for all lines together."""
+    """Return the exit code that follows from all lines together."""
     verdicts = {line.verdict for line in lines}
     return Exit.FAILED if "fail" in verdicts else Exit.MISSED if "miss" in verdicts else Exit.OK
 
 
 def _judged(line: Line, before: Sequence[Line]) -> Line:
-    """Return the line, without a verdict if it is a time or speed on the emulated driver.
+    """Return the line, but remove its verdict if it has a time or a speed of the emulated driver.
 
-    The first line names the driver.
+    The first line in `before` names the driver.
     """
     if before and before[0].words.startswith(_EMULATED) and line.unit:
         return replace(line, what=f"{line.what} ({_EMULATED})", is_met=None)
@@ -122,7 +122,7 @@ def _judged(line: Line, before: Sequence[Line]) -> Line:
 
 
 def _chosen(names: Sequence[str] | None) -> list[Part]:
-    """Return the parts to run; the first part always runs.
+    """Return the parts to run. The first of all parts is always among them.
 
     Raises:
         CommandError: a name is unknown.
@@ -135,7 +135,7 @@ def _chosen(names: Sequence[str] | None) -> list[Part]:
 
 
 def _about(options: Options) -> dict[str, object]:
-    """Return the facts on which the numbers depend, except the GPU, which is in the first line."""
+    """Return what the numbers depend on, apart from the GPU, which the first line names."""
     return {
         "kvoffload": kvoffload.__version__,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -145,7 +145,7 @@ def _about(options: Options) -> dict[str, object]:
 
 
 def _plain(line: Line) -> dict[str, object]:
-    """Return a line's fields for JSON, without empty ones, and with numbers rounded to five digits."""
+    """Return a line's fields for JSON. Empty fields are left out, and numbers are rounded to five digits."""
     return {
         name: float(f"{value:.5g}") if isinstance(value, float) else value
         for name, value in asdict(line).items()

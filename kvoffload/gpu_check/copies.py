@@ -21,7 +21,7 @@ from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.host_memory import read_file
 from kvoffload.transfer.runs import CopyRuns
 
-# Piece sizes in bytes: one step of the page kernel, and eight steps with a remainder.
+# Sizes of pieces in bytes: the page kernel copies the first in one step, the second in eight steps and a remainder.
 _PIECES = (4096, 33_808)
 _SHORT = tuple(kib << 10 for kib in (4, 8, 16, 24, 32, 64))
 _LONG = (256 << 10, 1 << 20)
@@ -37,7 +37,7 @@ _PROFILED = 8 << 10
 _UNKNOWN = GpuProfile()
 
 
-_Medians = dict[tuple[Direction, int], float]  # speeds in GB/s, by direction and piece size in bytes
+_Medians = dict[tuple[Direction, int], float]  # the speed in GB/s, by direction and size of a piece in bytes
 _ATTRIBUTES = {
     "capability": 75,
     "copy engines": 40,
@@ -51,11 +51,11 @@ _ATTRIBUTES = {
 
 
 def device(options: Options) -> Iterator[Line]:
-    """Yield the GPU's name first, then facts about its driver and the host.
+    """Yield a line with the GPU's name, then lines about its driver and the host.
 
     Raises:
         EngineContractError: the NVIDIA driver is missing.
-        CopyError: there is no such device.
+        CopyError: the device does not exist.
     """
     driver = NvidiaDriver(options.device)
     yield Line("GPU", words=f"{driver.name}, CUDA {driver.version}, {driver.pci_address}")
@@ -71,7 +71,7 @@ def device(options: Options) -> Iterator[Line]:
 
 
 def compared(options: Options) -> Iterator[Line]:
-    """Copy random bytes to the device and back in each way of copying; a wrong byte ends the whole check."""
+    """Copy random bytes to the device and back, in each way of copying. A wrong byte ends the whole check."""
     for how, batch_copies, kernel in (
         ("in batches", "on", ()),
         ("one by one", "off", ()),
@@ -98,7 +98,7 @@ def _compared(
 
 
 def speeds(options: Options) -> Iterator[Line]:
-    """Yield, for each piece size, the speed of each way of copying and of the way that the copier itself chooses."""
+    """Yield the speed of each way of copying, for each piece size, and the speed of the way that the copier chooses."""
     rig = Rig(options)
     engine: _Medians = {}
     large = {ways: rig.speeds(options.size, ways) for ways in _WAYS}
@@ -148,10 +148,10 @@ def _one_by_one(options: Options) -> Iterator[Line]:
 
 
 def profile(options: Options) -> Iterator[Line]:
-    """Measure how to use the page kernel best on this card, and write the profile that engines read when they start.
+    """Measure how best to use the page kernel on this card, and write the profile that engines read when they start.
 
-    The profile gets the smallest number of thread blocks that is nearly as fast as the fastest, to leave as much of the
-    device as possible to the engine's own kernels.
+    Of the numbers of thread blocks that are nearly as fast as the fastest, the profile gets the smallest. This leaves
+    as much of the device as possible to the engine's own kernels.
     """
     rig = Rig(options)
     rig.with_profile(_UNKNOWN, *Direction)
@@ -167,14 +167,14 @@ def profile(options: Options) -> Iterator[Line]:
     yield _replaces("short copies from which on the kernel is used", fewest, _UNKNOWN.fewest)
     path = profile_path(rig.driver.name, rig.driver.version)
     path.parent.mkdir(parents=True, exist_ok=True)
-    stores = read_profile(rig.driver.name, rig.driver.version).stores  # Keep the operator's choice.
+    stores = read_profile(rig.driver.name, rig.driver.version).stores  # keep what the operator chose
     with written(path) as file:
         file.write(msgspec.json.encode(GpuProfile(programs, fewest, stores)).decode())
     yield Line("the profile that engines read at their start", words=str(path))
 
 
 def _fewest(rig: Rig, programs: int) -> Generator[Line, None, int]:
-    """Yield times of small batches; return the number of copies from which the kernel is faster."""
+    """Yield the times of small batches. Return the number of copies from which the page kernel is faster."""
     rig.with_profile(GpuProfile(programs=programs), Direction.LOAD)
     for number in _COUNTS:
         runs = rig.runs(Direction.LOAD, _PROFILED, number)
@@ -194,7 +194,7 @@ def _fewest(rig: Rig, programs: int) -> Generator[Line, None, int]:
 
 
 def _waited(rig: Rig, runs: CopyRuns, *, by_kernel: bool) -> float:
-    """Return the seconds from enqueueing a small load on an idle stream until it has ended."""
+    """Enqueue a small load on an idle stream, wait for its end, and return how many seconds this took."""
     stream = rig.copier.stream(Direction.LOAD)
     begun = time.perf_counter()
     if by_kernel:

@@ -1,4 +1,4 @@
-"""Checks that may hang or crash; each runs in its own process."""
+"""Checks that may hang or crash. Each of them runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -31,20 +31,23 @@ from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 PTX = Path(__file__).with_name("pause.ptx")
 _GLOBAL = 0
 _UNHARMED = "0 0 0"
-# Calls that worker threads may make at any time.
+# Worker threads may make these calls at any time, so a capture must not be harmed by them.
 _JUDGED = ("register", "query", "record", "wait", "copy", "batch")
 _TIMEOUT_S = 10.0
 _GATE_S = 0.4
-_WAITED_S = 0.02  # a call that takes this many seconds has blocked
+_WAITED_S = 0.02  # seconds; a call that takes longer has blocked
 _COPIES = 8192
 _EXIT_S = 50
-_STORED = 16  # blocks to store
-# Size in bytes, larger than the 20 MiB pieces in which torch maps expandable segments.
+_STORED = 16  # the number of blocks to store
+# The size of a copy in bytes. It is larger than the 20 MiB pieces in which torch maps expandable segments.
 _PIECE_ACROSS = 24 << 20
 
 
 def captures(options: Options) -> Iterator[Line]:
-    """Make driver calls on another thread while this thread captures a graph in "global" mode, one call per capture."""
+    """Check which driver calls another thread can make while this thread captures a graph in "global" mode.
+
+    Each call is made during a capture of its own.
+    """
     rig = Rig(replace(options, size=min(options.size, 16 << 20)))
     driver = rig.driver
     other = driver.stream(urgent=True)
@@ -76,7 +79,7 @@ def _captured(rig: Rig, call: Callable[[], object]) -> str:
     """
     library = rig.driver.library
     graph = ctypes.c_void_p()
-    found: list[object] = ["none"]  # stays "none" if the call hangs
+    found: list[object] = ["none"]  # the code stays "none" if the call hangs
 
     def make_call() -> None:
         rig.driver.enter()
@@ -92,10 +95,7 @@ def _captured(rig: Rig, call: Callable[[], object]) -> str:
 
 
 def depth(options: Options) -> Iterator[Line]:
-    """Enqueue copies behind a busy stream.
-
-    Find the first call that blocks, and whether other threads run during that call.
-    """
+    """Enqueue copies behind a busy stream. Find the first call that blocks, and whether it stops other threads."""
     for batch_copies, copies in (("off", 1), ("on", 16), ("on", 256), ("on", 512)):
         how = f"in batches of {copies}" if copies > 1 else "one by one"
         what = f"copies {how} behind a busy stream"
@@ -131,7 +131,7 @@ def _depth(options: Options, batch_copies: str, copies: int, what: str) -> Itera
 
 
 def pause(driver: NvidiaDriver, stream: int, seconds: float) -> None:
-    """Keep a stream busy for `seconds` with a PTX kernel, which the driver compiles for the device."""
+    """Keep a stream busy for `seconds` with a PTX kernel. The driver compiles the kernel for the device."""
     module = ctypes.c_void_p()
     function = ctypes.c_void_p()
     nanoseconds = ctypes.c_uint64(int(1e9 * seconds))
@@ -143,7 +143,7 @@ def pause(driver: NvidiaDriver, stream: int, seconds: float) -> None:
 
 
 def exits(options: Options) -> Iterator[Line]:
-    """Yield the exit codes of processes that end with memory pinned, threads alive and copies in flight."""
+    """Yield the exit codes of processes that end while memory is pinned, threads are alive and copies are running."""
     for how in ("closes", "only ends"):
         code = f"from kvoffload.gpu_check.hazards import leave; leave({options.device!r}, {options.size}, {how == 'closes'})"
         ended = subprocess.run([sys.executable, "-c", code], timeout=_EXIT_S, check=False)
@@ -152,7 +152,10 @@ def exits(options: Options) -> Iterator[Line]:
 
 
 def leave(device: str, size: int, closes: bool) -> None:
-    """Store behind a busy stream and return while the copies are in flight; with `closes`, close the worker first."""
+    """Start stores behind a busy stream, and return while their copies are running.
+
+    If `closes` is true, the worker is closed before this function returns.
+    """
     rig = Rig(Options(device, size, 1, 1))
     portal = Portal("kvoffload-gpu-check")
     page = rig.size // _STORED
@@ -175,7 +178,7 @@ def leave(device: str, size: int, closes: bool) -> None:
 
 
 def segments(options: Options) -> Iterator[Line]:
-    """Copy across the piece boundaries of one of torch's expandable segments, in batches and one by one.
+    """Copy memory that spans several pieces of one of torch's expandable segments, in batches and one by one.
 
     Raises:
         NotHere: torch is missing, or sees no GPU.

@@ -14,15 +14,15 @@ from kvoffload.gpu_check.rig import Rig, code_of
 
 _SECONDS = 2.0
 _PINNED_MIB: tuple[int, ...] = (0, 16, 64, 256)
-_ARENA_MIB = 64  # MiB that the arena pins in one call while an engine serves
+_ARENA_MIB = 64  # the arena pins this much memory in one call while an engine serves
 _LONGEST_MS = 5.0
 _PAGE = 4096
-# The expected codes: registering a second time and releasing a second time are refused.
+# The expected error codes. The driver refuses to register or to release the same memory a second time.
 _CODES = "0 712 712 0 713"
 
 
 def latencies(options: Options) -> Iterator[Line]:
-    """Yield how long pinning takes, and how long driver calls wait while it runs."""
+    """Yield how long pinning takes, and how long driver calls wait while memory is being pinned."""
     rig = Rig(options)
     yield from asked("pinning", _pinning(rig))
     for mib in _PINNED_MIB:
@@ -31,7 +31,7 @@ def latencies(options: Options) -> Iterator[Line]:
 
 @contextmanager
 def repeated(work: Callable[[], object]) -> Iterator[None]:
-    """Repeat `work` on another thread until the block ends or raises."""
+    """Repeat `work` on another thread until the `with` block ends or raises an exception."""
     stop = threading.Event()
 
     def repeat() -> None:
@@ -63,7 +63,10 @@ def _pinning(rig: Rig) -> Iterator[Line]:
 
 
 def _beside_pinning(rig: Rig, mib: int) -> Iterator[Line]:
-    """Time recording and querying an event while memory is pinned: an engine's launches take the same locks."""
+    """Measure how long it takes to record and query an event while memory is being pinned.
+
+    An engine's kernel launches wait for the same locks in the driver.
+    """
     memory = rig.host_memory(mib << 20) if mib else None
 
     def pin() -> None:

@@ -1,6 +1,7 @@
 """The parts of `gpu-check`, their options, and the lines that they yield.
 
-Each part runs in its own process, with a time limit. A part that hangs or crashes loses only its own remaining checks.
+Each part runs in a process of its own, with a time limit. If a part hangs or crashes, only its remaining checks are
+lost.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-_LOG_BYTES = 300  # how many bytes of a failed part's output the result quotes
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_PROCESSES = get_context("spawn")  # CUDA does not work in a forked process
+_LOG_BYTES = 300  # how many bytes of a failed part's output are quoted in its line
+_DIE_WITH_PARENT = 1  # the kernel's constant PR_SET_PDEATHSIG
+_PROCESSES = get_context("spawn")  # spawned, because CUDA does not work in a forked process
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of the command, which every part gets.
+    """The command's options. Every part gets them.
 
     Args:
         device: the GPU, as torch names it.
-        size: the bytes of one large copy, whole MiB; host and device get twice as much memory each.
+        size: the size of one large copy in bytes, a multiple of 1 MiB. Twice as much is allocated on host and device.
         repeats: how often each measurement is repeated.
-        host_bytes: the host memory that an engine offloads to, in bytes.
+        host_bytes: the size of the host memory that an engine offloads to, in bytes.
     """
 
     device: str
@@ -49,13 +50,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the check, which runs in its own process.
+    """A part of the check. It runs in a process of its own.
 
     Args:
-        what: the part's subject, at the start of the line about its failure.
+        what: what the part checks. If the part fails, its line begins with this text.
         where: the function that yields the part's lines, as MODULE:FUNCTION.
-        limit_s: seconds after which the process is killed.
-        arguments: the function's arguments after the options.
+        limit_s: the time limit in seconds, after which the process is killed.
+        arguments: the arguments that the function gets after the options.
         is_check: whether a failure of this part means that nothing should be offloaded on this machine.
     """
 
@@ -68,7 +69,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """The answer to one question.
+    """A line of the result: the answer to one question.
 
     Args:
         what: the question.
@@ -77,8 +78,8 @@ class Line:
         high: the largest sample.
         unit: the unit of `median`, `low` and `high`.
         words: facts, or the reason why nothing was measured or a part failed.
-        target: the goal in words; empty if there is none.
-        is_met: whether the goal is met; None if there is none.
+        target: the goal in words; empty if there is no goal.
+        is_met: whether the goal is met; None if there is no goal.
         is_check: whether a missed goal means that nothing should be offloaded on this machine.
         is_last: whether the whole check ends with this line.
     """
@@ -96,14 +97,14 @@ class Line:
 
     @property
     def verdict(self) -> str:
-        """The line's verdict, "pass", "fail" or "miss"; empty if there is no goal."""
+        """The line's verdict: "pass", "fail" or "miss"; empty if the line has no goal."""
         if self.is_met is None:
             return ""
         return "pass" if self.is_met else "fail" if self.is_check else "miss"
 
     @property
     def text(self) -> str:
-        """The line as the terminal shows it."""
+        """The text that the terminal shows for this line."""
         found = self.words
         if self.median is not None:
             found = f"{_digits(self.median)}{self.unit}"
@@ -122,7 +123,7 @@ def measured(
     at_most: float | None = None,
     is_check: bool = False,
 ) -> Line:
-    """Return the line for one or more samples, comparing their median with the goal."""
+    """Return a line with the median of one or more samples. If there is a goal, compare the median with it."""
     median = statistics.median(samples)
     target, is_met = "", None
     if at_least is not None:
@@ -133,17 +134,17 @@ def measured(
 
 
 def in_words(what: str, words: str, wanted: str) -> Line:
-    """Return the line for an answer in words; the goal is met if `words` equals `wanted`."""
+    """Return a line with an answer in words. Its goal is met if `words` equals `wanted`."""
     return Line(what, words=words, target=wanted, is_met=words == wanted)
 
 
 def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Return each sample of `mine` divided by the sample of `others` at the same index."""
+    """Divide each sample in `mine` by the sample at the same index in `others`, and return the ratios."""
     return [one / other for one, other in zip(mine, others, strict=True)]
 
 
 class NotHere(KVOffloadError):
-    """Raised when a question cannot be asked on this machine; the message has the reason."""
+    """Raised when a check cannot be made on this machine. The message has the reason."""
 
 
 def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iterator[Line]:
@@ -170,7 +171,7 @@ def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iter
 
 
 def lines_of(part: Part, options: Options, log: Path) -> Iterator[Line]:
-    """Run a part and yield its lines as they arrive. If it fails, the last line describes the failure.
+    """Run a part, and yield each of its lines when it arrives. If the part fails, the last line says how.
 
     Args:
         part: the part to run.
@@ -193,13 +194,13 @@ def lines_of(part: Part, options: Options, log: Path) -> Iterator[Line]:
             yield Line(part.what, words=problem, is_met=False, is_check=part.is_check)
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.ident, signal.SIGKILL)  # This also kills the processes that the part started.
+            os.killpg(process.ident, signal.SIGKILL)  # also kills the processes that the part has started
         process.kill()
         process.join()
 
 
 def _problem(code: int | None, limit_s: float, log: Path, began: int) -> str:
-    """Describe how a part failed, with the end of its output; return an empty text if it succeeded."""
+    """Return how a part failed, with the end of its output. The text is empty if the part succeeded."""
     if code == 0:
         return ""
     if code is None:
@@ -213,7 +214,7 @@ def _problem(code: int | None, limit_s: float, log: Path, began: int) -> str:
 
 
 def _run(part: Part, options: Options, log: Path, finds: Connection) -> None:
-    """Run a part as the main function of its process."""
+    """Run a part. This is the main function of the part's process."""
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""Host and device memory of one GPU, and copies between them with the workers' copier.
+"""Host memory, device memory of one GPU, and copies between them by the copier that workers use.
 
-Host memory is allocated like the arena's. Host and device have twice `Options.size` each. Loads use the first half and
-stores the second, so that both can run at the same time.
+Host memory is allocated as the arena allocates it. Host and device have twice `Options.size` each. Loads use the first
+half and stores use the second half, so that loads and stores can run at the same time.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from kvoffload.transfer.host_memory import HostChunk, MmapAllocator, preferred_n
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns, array_at
 
-_KEPT: list[HostChunk] = []  # memory that must not be released, because copies of earlier rigs may still run
+# Memory of earlier rigs; it must not be released, because their copies may still run.
+_KEPT: list[HostChunk] = []
 
 
 class Rig:
-    """Host and device memory, each with `size` bytes for loads and as many for stores.
+    """Host and device memory, each with `size` bytes for loads and `size` bytes for stores.
 
     Args:
         options: the options of the check.
-        batch_copies: as for `NvidiaDriver`.
-        memory: address of the device memory to use; None: allocate it.
+        batch_copies: the argument of the same name for `NvidiaDriver`.
+        memory: the address of device memory to use; None to allocate it.
     """
 
     def __init__(self, options: Options, *, batch_copies: str = "on", memory: int | None = None) -> None:
@@ -48,10 +49,10 @@ class Rig:
         self.host = array_at(self._chunk.address, (2 * size,), (1,))
         self.memory = memory or self.driver.allocate(2 * size, self.stream)
         self._draw = np.random.default_rng(0)
-        self.settle(self.stream)  # Other streams may use the memory only after its allocation has run.
+        self.settle(self.stream)  # other streams may use the memory only after its allocation has run
 
     def with_profile(self, profile: GpuProfile, *ways: Direction) -> CudaCopier:
-        """Replace the copier with one that gives all copies in the directions `ways` to the page kernel.
+        """Replace the copier by one that uses the page kernel for all copies in these directions.
 
         Raises:
             NotHere: the kernel is not available.
@@ -64,19 +65,19 @@ class Rig:
         return self.copier
 
     def host_memory(self, size: int, pin: CudaPin | None = None) -> HostChunk:
-        """Allocate host memory as the arena does: touched, and pinned if `pin` is given."""
+        """Allocate and touch host memory, as the arena does. Pin it if `pin` is given."""
         node = preferred_node(self.driver.pci_address)
         allocator = MmapAllocator(DaemonExecutor("gpu-check-memory", threads=1), pin, node)
         return asyncio.run(allocator.allocate(size))
 
     def settle(self, stream: int) -> None:
-        """Wait until everything enqueued on a stream has ended."""
+        """Wait until everything that was enqueued on a stream has ended."""
         self.driver.record(self.event, stream)
         while not self.driver.has_passed(self.event):
             pass
 
     def runs(self, way: Direction, piece: int, count: int | None = None) -> CopyRuns:
-        """Return copies of `piece` bytes between random places in both memories: `count`, or as many as fit."""
+        """Return `count` copies of `piece` bytes between random places in both memories; by default as many as fit."""
         places = self.size // piece
         half = 0 if way is Direction.LOAD else self.size
         host, device = (self._draw.permutation(places)[:count] * piece + half for _ in range(2))
@@ -86,16 +87,16 @@ class Rig:
         return CopyRuns(device, host, size) if way is Direction.STORE else CopyRuns(host, device, size)
 
     def seconds(self, *copies: tuple[Direction, CopyRuns]) -> float:
-        """Copy several batches at the same time; return how many seconds the device takes for the longest batch.
+        """Copy several batches at the same time. Return the seconds that the device takes for the longest batch.
 
-        As in an engine, one thread submits the batches and another queries them.
+        As in an engine, one thread submits the batches and another thread queries them.
 
         Raises:
             CopyError: the driver refuses copies.
         """
         tickets = [self._hook.submit(self.copier.submit, way, runs, ()).result() for way, runs in copies]
         pending = tickets
-        # Query all pending batches in turn, because a query also enqueues more copies of its batch.
+        # Query every pending batch, because a query also enqueues more copies of its batch.
         while pending:
             states = [(ticket, ticket.query()) for ticket in pending]
             if any(state is TicketState.FAILED for _, state in states):
@@ -104,20 +105,20 @@ class Rig:
         return max(ticket.copy_seconds or 0.0 for ticket in tickets)
 
     def speeds(self, piece: int, ways: Sequence[Direction]) -> list[float]:
-        """Copy all memory in pieces of `piece` bytes, in all `ways` at once; return the GB/s of each repeat."""
+        """Copy all memory in pieces of `piece` bytes, in all `ways` at once. Return the GB/s of each repeat."""
         found = []
         for repeat in range(self.repeats + 1):
             runs = [(way, self.runs(way, piece)) for way in ways]
             seconds = self.seconds(*runs)
-            if repeat:  # The first repeat is a warm-up.
+            if repeat:  # the first repeat is a warm-up
                 found.append(sum(one.total_bytes for _, one in runs) / seconds / 1e9)
         return found
 
     def wrong_bytes(self, piece: int) -> int:
-        """Copy random bytes to the device and back to another place; return how many come back wrong.
+        """Copy random bytes to the device and back to another place. Return how many of them come back wrong.
 
         Args:
-            piece: the size of each copy, in bytes; as many copies are made as fit into the memory.
+            piece: the size of each copy in bytes. As many copies are made as fit into the memory.
 
         Raises:
             CopyError: the driver refuses copies.
@@ -128,12 +129,12 @@ class Rig:
         load = self.runs(Direction.LOAD, piece)
         self.seconds((Direction.LOAD, load))
         self.seconds((Direction.STORE, CopyRuns(load.target, load.source + self.size, load.size)))
-        there[self.size // piece * piece :] = 0  # This remainder was not copied.
+        there[self.size // piece * piece :] = 0  # the bytes after the last piece were not copied
         return int((there != back).sum())
 
 
 def code_of(call: Callable[[], object]) -> int:
-    """Make a driver call, and return its error code; 0 if it succeeds."""
+    """Make a driver call and return its error code, which is 0 if the call succeeds."""
     try:
         call()
     except CudaError as error:

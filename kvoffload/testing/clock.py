@@ -1,4 +1,4 @@
-"""A clock that only a test advances."""
+"""A clock that stands still until a test advances it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import itertools
 
 from anyio import wait_all_tasks_blocked
 
-_YIELDS = 16  # loop turns that a woken task usually needs; after them, anyio's check sleeps for 0.1 s
+# A woken task rarely needs more turns of the loop; after these turns, anyio's check sleeps for 0.1 s.
+_YIELDS = 16
 
 
 class FakeClock:
-    """A clock that only `advance` and `jump` move. The clock serves one asyncio loop; any thread may read it."""
+    """A clock that stands still until `advance` or `jump` is called.
+
+    Coroutines of one asyncio loop can sleep on the clock, and any thread may read it.
+    """
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -24,7 +28,7 @@ class FakeClock:
 
     @property
     def sleepers(self) -> int:
-        """Number of coroutines that sleep on this clock."""
+        """The number of coroutines that are sleeping on this clock."""
         return sum(not future.done() for _, _, future in self._sleepers)
 
     async def sleep(self, seconds: float) -> None:
@@ -36,7 +40,7 @@ class FakeClock:
         await future
 
     async def advance(self, seconds: float) -> None:
-        """Let `seconds` pass. Wake sleepers at their times, and let every task run until it waits again."""
+        """Let `seconds` pass. Each sleeper wakes at its time, and all tasks then run until they wait again."""
         end = self._now + seconds
         await wait_all_blocked()
         while self._sleepers and self._sleepers[0][0] <= end:
@@ -46,18 +50,18 @@ class FakeClock:
         self._now = end
 
     def jump(self, seconds: float) -> None:
-        """Let `seconds` pass without waking sleepers; for code that only reads the clock."""
+        """Let `seconds` pass without waking sleepers. Use this for code that only reads the clock."""
         self._now += seconds
 
     def _wake_due(self) -> None:
         while self._sleepers and self._sleepers[0][0] <= self._now:
             _, _, future = heapq.heappop(self._sleepers)
-            if not future.done():  # A cancelled sleeper stays in the heap until its time.
+            if not future.done():  # a cancelled sleeper is still in the heap
                 future.set_result(None)
 
 
 async def wait_all_blocked() -> None:
-    """Return once every other task of the loop is waiting."""
+    """Return when all other tasks of the loop are waiting for something."""
     for _ in range(_YIELDS):
         await asyncio.sleep(0)
     await wait_all_tasks_blocked()

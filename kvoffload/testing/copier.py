@@ -1,4 +1,4 @@
-"""A copier whose batches end when the test decides, successfully or not."""
+"""A copier whose batches stay open until the test ends them, with success or failure."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class GatedTicket:
-    """One batch, which stays open until the test ends it.
+    """A batch of copies. It stays open until the test ends it.
 
     Args:
-        direction: the direction of the batch.
+        direction: the direction of the copies.
         runs: the copies in the batch.
-        fences: the fences that the batch was submitted behind.
+        fences: the fences for which the batch must wait.
     """
 
     def __init__(self, direction: Direction, runs: CopyRuns, fences: tuple[Fence, ...]) -> None:
@@ -32,9 +32,9 @@ class GatedTicket:
         self.fences = fences
         self.queries = 0
         self.query_error: Exception | None = None
-        """The error that every query raises; None for no error."""
+        """The error that each query of this batch raises; None if queries raise no error."""
         self.copy_seconds: float | None = None
-        """Seconds that the copies took, as the copier reports them; set this before the ticket ends."""
+        """How many seconds the copies took, as reported by the copier. Set this before the ticket ends."""
         self._state = TicketState.PENDING
 
     @property
@@ -48,21 +48,21 @@ class GatedTicket:
         return self._state
 
     def finish(self) -> None:
-        """Copy all bytes and succeed."""
+        """Copy all bytes, and end the batch successfully."""
         copy_by_memmove(self.runs)
         self._state = TicketState.DONE
 
     def fail(self) -> None:
-        """Copy nothing and fail."""
+        """Copy nothing, and end the batch with a failure."""
         self._state = TicketState.FAILED
 
     def tear(self) -> None:
-        """Copy the first half of each contiguous piece, then fail."""
+        """Copy only the first half of each contiguous piece, and end the batch with a failure."""
         copy_by_memmove(CopyRuns(self.runs.source, self.runs.target, self.runs.size // 2))
         self._state = TicketState.FAILED
 
     def corrupt(self) -> None:
-        """Copy all bytes, invert the bits of the first one, and report success."""
+        """Copy all bytes, invert the bits of the first byte, and end the batch successfully."""
         copy_by_memmove(self.runs)
         first = ctypes.c_ubyte.from_address(int(self.runs.target[0]))
         first.value ^= 0xFF
@@ -70,19 +70,20 @@ class GatedTicket:
 
 
 class GatedCopier:
-    """Copies between addresses in host memory; a batch is copied when the test finishes its ticket.
+    """Copies between addresses in host memory. A batch is copied when the test finishes the batch's ticket.
 
     Args:
-        held: whether batches stay open; if False, each batch is finished when it is submitted, until `hold` is called.
+        held: whether batches stay open. If False, each batch is finished as soon as it is submitted, until `hold` is
+            called.
     """
 
     def __init__(self, *, held: bool = True) -> None:
         self.slices = 0
-        """Increase this to simulate a query that has started a part of a batch."""
+        """How many parts of batches queries have started. A test increases this number to simulate such a query."""
         self.tickets: list[GatedTicket] = []
-        """All batches, in order of submission."""
+        """All batches, in the order in which they were submitted."""
         self.fences = 0
-        """Number of fences recorded so far. The n-th fence is the number n, starting with 1."""
+        """The number of fences recorded so far. The first fence is the number 1, the second is 2, and so on."""
         self.is_closed = False
         self._held = held
         self._submit_errors: deque[Exception] = deque()
@@ -90,11 +91,11 @@ class GatedCopier:
 
     @property
     def open_tickets(self) -> list[GatedTicket]:
-        """Batches that have not ended, in order of submission."""
+        """The batches that have not ended, in the order in which they were submitted."""
         return [ticket for ticket in self.tickets if ticket.is_open]
 
     def release(self) -> None:
-        """Finish every open batch, and from now on each new batch when it is submitted."""
+        """Finish all open batches. From now on, also finish each new batch as soon as it is submitted."""
         self._held = False
         for ticket in self.open_tickets:
             ticket.finish()
@@ -104,7 +105,7 @@ class GatedCopier:
         self._held = True
 
     def refuse_submit(self, error: Exception) -> None:
-        """Make the next submission raise `error` and start nothing."""
+        """Make the next call of `submit` raise `error`, so that it starts nothing."""
         self._submit_errors.append(error)
 
     def refuse_fence(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Fake device memory for tests; its bytes are in host memory."""
+"""Fake device memory for tests. Its bytes are in host memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 class FakeDevice:
-    """Blocks laid out as in an engine's KV cache, each region in a separate array, filled with random bytes.
+    """Blocks in the layout of an engine's KV cache, filled with random bytes. Each region is a separate array.
 
     Args:
-        blocks: number of blocks.
-        pages: bytes of a block in each region.
-        padding: bytes between the pages of neighbouring blocks in each region; 0 by default.
-        seed: seed of the random bytes.
+        blocks: the number of blocks.
+        pages: for each region, the size of a block's page in bytes.
+        padding: for each region, the number of bytes between the pages of neighbouring blocks; by default 0.
+        seed: the seed of the random bytes.
     """
 
     def __init__(
@@ -40,17 +40,17 @@ class FakeDevice:
         )
 
     def read(self, block: int) -> bytes:
-        """Return a block's bytes, one region after the other."""
+        """Return a block's bytes, joined over all regions in order."""
         return b"".join(
             array[block, :page].tobytes() for array, page in zip(self._arrays, self._pages, strict=True)
         )
 
     def write(self, block: int, data: bytes) -> None:
-        """Overwrite a block's bytes; `data` has one region after the other."""
+        """Overwrite a block's bytes. `data` contains the bytes of all regions in order."""
         rest = np.frombuffer(data, np.uint8)
         for array, page in zip(self._arrays, self._pages, strict=True):
             array[block, :page], rest = rest[:page], rest[page:]
 
     def snapshot(self) -> bytes:
-        """Return all bytes, including the padding."""
+        """Return the bytes of all blocks, including the padding."""
         return b"".join(array.tobytes() for array in self._arrays)
