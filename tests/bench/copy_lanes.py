@@ -38,7 +38,7 @@ class Lanes:
     """One rank's worker side, with random bytes on the device.
 
     Args:
-        blocks: the number of blocks in a load. The device has six times as many.
+        blocks: the number of blocks in a load. The device has six times as many blocks.
     """
 
     def __init__(self, blocks: int, portal: Portal) -> None:

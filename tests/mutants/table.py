@@ -39,8 +39,9 @@ class Result(msgspec.Struct, omit_defaults=True):
 
 
 def summary(results: Sequence[Result], tests: Iterable[str], has_all: bool) -> Iterator[str]:
-    """Yield each package's mutants by outcome. If all tests were run, also yield how many mutants each test
-    notices.
+    """Yield lines of text: how many mutants of each package had which outcome.
+
+    If all tests were run, also yield how many tests notice mutants that no other test notices.
     """
     packages = Counter((str(Path(result.place).parent), result.outcome) for result in results)
     for (package, outcome), number in sorted(packages.items()):

@@ -106,7 +106,7 @@ def waves(seed: int) -> Iterator[list[list[int]]]:
 
 
 class OneThread(TransferPump):
-    """Starts stores in the hooks instead of in the coroutine."""
+    """Runs the transfer coroutine's work in the hooks, and never wakes the coroutine."""
 
     def submit_stores(self, jobs: Sequence[DeviceJob]) -> None:
         self._wakeup.set = lambda: None  # type: ignore[method-assign]

@@ -148,7 +148,7 @@ def test_a_block_without_a_note_is_not_published_and_neither_is_its_removal() ->
     assert [fields["block_hashes"] for _, fields in events(maker, (large[0], True))] == [["01"]]
     ((kind, fields),) = events(maker, (large[0], False), (large[1], False))
     assert (kind, fields["block_hashes"]) == ("removed", ["01"])
-    assert len(events(maker, (large[1], False))) == 1  # the block's second removal is published
+    assert len(events(maker, (large[1], False))) == 1
 
 
 # -- notes ----------------------------------------------------------------------------------------------------------

@@ -77,7 +77,6 @@ def test_progress_of_decoding_requests_is_reported_together() -> None:
     engine.add("a", 14)
     engine.add("b", 15)
     engine.step({"a": 14, "b": 15})
-    # the step after the prompts reports both requests at once
     assert engine.step({"a": 1, "b": 1}) == ({"a": (14, []), "b": (15, [])}, [])
     assert engine.step({"a": 1, "b": 1}) == ({}, [5])
     # the adapter reports decoding requests in every fourth step
@@ -156,7 +155,7 @@ def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -
     engine.add("a", 15)
     engine.reports.forget("a")
     engine.step({"a": 15})
-    assert engine.step({"a": 1}) == ({"a": (15, [])}, [])  # no block of the earlier table is reported
+    assert engine.step({"a": 1}) == ({"a": (15, [])}, [])
 
 
 def test_a_request_that_was_preempted_is_not_reported() -> None:
