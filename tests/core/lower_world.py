@@ -34,10 +34,16 @@ class LowerWorld(World):
         while self.admit(request) is None:
             self.idle_step()
             self.finish()
-        self.step()
-        self.finish()
-        self.run(request)
+        self.load_and_run(request)
         self.end(request)
         if drains:
             self.drain()
+        return request
+
+    def fetched(self, name: str, text: str) -> Req:
+        """Return a new request whose lookup had to wait for a fetch, which has ended."""
+        request = self.add(name, text)
+        assert self.lookup(request) is None
+        self.idle_step()
+        self.finish()
         return request

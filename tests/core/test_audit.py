@@ -202,8 +202,7 @@ def test_at_rest_no_slot_is_scanned() -> None:
 def test_a_copy_that_timed_out_may_keep_its_leases_and_its_request_at_rest() -> None:
     """After a timeout, no request waits for the copy. Its request's slots stay in use and must be counted."""
     world = World()
-    first = world.add("first", TEXT)
-    world.admit(first)
+    first = world.admitted("first", TEXT)
     world.step(first)
     world.step(first)
     assert not is_at_rest(world)

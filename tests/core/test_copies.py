@@ -18,13 +18,11 @@ def busy(policy: str = "eager") -> World:
     """Return a world with a load, stores, a pending hit and an offer waiting for a slot, after a reset."""
     world = World(full(), window(5, group=1), ranks=2, device=48, host=16, policy=policy)
     world.reset()
-    world.serve("first", TEXT)
-    world.device.forget_keys()
+    world.only_on_host(TEXT)
     world.admit(world.add("loads", TEXT))
     world.step()
     world.lookup(world.add("asks", TEXT), may_wait=False)
-    stores = world.add("stores", "0123456789")
-    world.admit(stores)
+    stores = world.admitted("stores", "0123456789")
     world.step(stores)
     world.step(stores)
     return world

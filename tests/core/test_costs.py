@@ -31,8 +31,7 @@ def crowded(idle: int, policy: str) -> tuple[World, Req]:
     world.step()
     world.step()
     world.finish()
-    busy = world.add("busy", TEXT)
-    world.admit(busy)
+    busy = world.admitted("busy", TEXT)
     for _ in range(4):
         world.step(busy)
         world.finish()

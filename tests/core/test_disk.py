@@ -78,9 +78,7 @@ def test_what_only_the_disk_has_is_fetched_and_then_loaded() -> None:
     world.finish()
     assert world.on_host(TEXT) == "xx.."  # a fetch may fill a quarter of the host
     assert world.admit(request) == 8
-    world.step()
-    world.finish()
-    world.run(request)
+    world.load_and_run(request)
 
 
 def searches_of(module: str, monkeypatch: pytest.MonkeyPatch) -> list[Match]:
@@ -113,9 +111,7 @@ def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
     world.idle_step()
     world.finish()
     assert world.admit(request) == 12
-    world.step()
-    world.finish()
-    world.run(request)
+    world.load_and_run(request)
 
 
 def test_a_request_whose_next_block_is_nowhere_is_not_searched_for_when_it_arrives(
@@ -135,10 +131,7 @@ def test_a_head_that_the_host_lost_before_its_tail_is_fetched_by_the_lookup() ->
     world.serve_again("again", TEXT)
     world.device.forget_keys()
     world.core.state.pool.invalidate(world.core.state.pool.index[keys_of(TEXT, world.groups[0])[0]])
-    request = world.add("late", TEXT)
-    assert world.lookup(request) is None
-    world.idle_step()
-    world.finish()
+    request = world.fetched("late", TEXT)
     assert world.lookup(request) == 12
 
 
@@ -214,9 +207,7 @@ def test_where_no_request_can_wait_the_next_one_finds_it() -> None:
     first = world.add("first", TEXT)
     assert world.admit(first, may_wait=False) == 0
     assert world.miss() is MissCause.ON_DISK
-    world.step()
-    world.finish()
-    world.run(first)
+    world.load_and_run(first)
     world.end(first)
     world.drain()
     world.device.forget_keys()
@@ -247,10 +238,7 @@ def test_one_request_fetches_a_quarter_of_the_host_and_computes_the_rest() -> No
     text = "abcdefghij" * 5
     world.only_on_disk(text)
     assert "." not in world.on_disk(text)[:5]
-    request = world.add("late", text)
-    assert world.lookup(request) is None
-    world.idle_step()
-    world.finish()
+    request = world.fetched("late", text)
     assert world.admit(request) == 16
     assert world.miss() is MissCause.ON_DISK
 
@@ -352,10 +340,7 @@ def test_a_fetch_leaves_nothing_to_the_garbage_collector() -> None:
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        request = world.add("gone", TEXT)
-        assert world.lookup(request) is None
-        world.idle_step()
-        world.finish()
+        request = world.fetched("gone", TEXT)
         world.end(request)  # The request's blocks have been fetched, but no further lookup has returned them.
         world.settle()
         gc.collect()
@@ -371,10 +356,7 @@ def test_r17_corrupt_bytes_are_removed_and_never_served() -> None:
     world = DiskWorld(ranks=2, host=32)
     world.only_on_disk(TEXT)
     world.spoil(1, TEXT[:12])
-    request = world.add("late", TEXT)
-    assert world.lookup(request) is None
-    world.idle_step()
-    world.finish()
+    request = world.fetched("late", TEXT)
     assert world.disk_copies(LOAD, TierOutcome.CORRUPT) == 3
     assert world.on_disk(TEXT) == "xx.."
     assert world.admit(request) == 0
@@ -574,14 +556,9 @@ def test_r18_the_next_engine_finds_all_put_blocks() -> None:
     first = DiskWorld(ranks=2)
     first.only_on_disk(TEXT, OTHER)
     second = DiskWorld(ranks=2, before=first)
-    request = second.add("late", TEXT)
-    assert second.lookup(request) is None
-    second.idle_step()
-    second.finish()
+    request = second.fetched("late", TEXT)
     assert second.admit(request) == 12
-    second.step()
-    second.finish()
-    second.run(request)
+    second.load_and_run(request)
     third = DiskWorld(ranks=2, before=second)
     assert (third.on_disk(TEXT), third.on_disk(OTHER)) == ("xxx.", "xxx.")
 
@@ -589,10 +566,7 @@ def test_r18_the_next_engine_finds_all_put_blocks() -> None:
 def test_what_was_read_last_is_evicted_last_by_the_next_engine() -> None:
     first = DiskWorld(host=32, disk=6)
     first.only_on_disk(TEXT, OTHER)
-    request = first.add("late", TEXT)
-    first.lookup(request)
-    first.idle_step()
-    first.finish()
+    first.fetched("late", TEXT)
     second = DiskWorld(before=first, disk=6)
     third = "0123456789abcdef"
     second.serve("third", third)

@@ -12,9 +12,7 @@ def decoding(world: World, names: str) -> list[Req]:
     """Return requests that have computed their prompts, each one token further than the previous request."""
     requests = []
     for number, name in enumerate(names):
-        request = world.add(name, name * (5 + number))
-        world.admit(request)
-        world.run(request)
+        request = world.computed(name, name * (5 + number))
         requests.append(request)
     for _ in range(4):
         world.idle_step()
@@ -37,9 +35,7 @@ def test_blocks_of_a_few_steps_share_a_job() -> None:
 def test_what_was_not_reported_is_stored_at_the_end_of_its_request() -> None:
     world = World(report_every=100, step_tokens=1)
     # The request's last blocks were not part of its first allocation.
-    request = world.add("a", "abcdefghijklmnopq")
-    world.admit(request)
-    world.run(request)
+    request = world.computed("a", "abcdefghijklmnopq")
     assert world.open_jobs() == []
     world.end(request)
     world.drain()
@@ -48,9 +44,7 @@ def test_what_was_not_reported_is_stored_at_the_end_of_its_request() -> None:
 
 def test_what_was_not_reported_is_lost_with_a_preemption() -> None:
     world = World(report_every=100, step_tokens=1)
-    request = world.add("a", "abcde")
-    world.admit(request)
-    world.run(request)
+    request = world.computed("a", "abcde")
     world.preempt(request)
     world.idle_step()
     assert world.stores() == {}

@@ -7,7 +7,7 @@ import pytest
 from kvoffload.core.planners import EagerPlanner, LazyPlanner
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.groups import GroupSpec
-from tests.core.world import Req, World, full, keys_of
+from tests.core.world import World, full, keys_of
 
 TEXT = "abcdefghijklm"
 
@@ -16,16 +16,9 @@ def lazy(*groups: GroupSpec, **options: object) -> World:
     return World(*groups, policy="lazy", **options)  # type: ignore[arg-type]
 
 
-def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
-    request = world.add(name, text)
-    world.admit(request)
-    world.run(request)
-    return request
-
-
 def test_nothing_is_stored_while_the_device_has_room() -> None:
     world = lazy(device=64)
-    world.end(computed(world))
+    world.end(world.computed())
     world.drain()
     assert world.offered() == 0
 
@@ -68,7 +61,7 @@ def test_an_engine_without_requests_comes_to_rest_whatever_the_host_holds(slots:
 
 def test_at_its_end_a_request_stores_blocks_that_the_next_steps_may_evict() -> None:
     world = lazy(device=16)
-    request = computed(world, text="0123456789" * 5)
+    request = world.computed(text="0123456789" * 5)
     assert world.device.free_blocks() == 3  # two steps may allocate 6 blocks, and 3 are free
     assert world.offered() == 0
     world.end(request)
@@ -79,7 +72,7 @@ def test_at_its_end_a_request_stores_blocks_that_the_next_steps_may_evict() -> N
 
 def test_blocks_lost_to_preemption_are_counted() -> None:
     world = lazy(device=32)
-    victim = computed(world, text="0123456789")
+    victim = world.computed(text="0123456789")
     blocks = victim.tables[0][:2]
     world.preempt(victim)
     for block in blocks:
@@ -99,8 +92,7 @@ def test_a_host_smaller_than_the_look_ahead_does_not_churn(host: int) -> None:
     world = lazy(device=24, host=host)
     for number in range(8):
         world.serve(f"r{number}", f"{number}bcdefghijklm")
-    runs = world.add("runs", "short")
-    world.admit(runs)
+    world.admitted("runs", "short")
     world.step()
     world.drain()
     before = world.stores(), world.evicted()
@@ -114,7 +106,7 @@ def test_a_look_ahead_stops_at_the_lease_limit_and_continues_in_the_next_step() 
     world = lazy(full(), device=24, step_tokens=16)  # Stores may lease 6 blocks, and a look-ahead covers 20.
     assert world.shape.lease_limit == 6
     for number in range(5):
-        world.end(computed(world, f"r{number}", f"{number}bcdefghijklmnop"))
+        world.end(world.computed(f"r{number}", f"{number}bcdefghijklmnop"))
     first = world.core.stores.leased_blocks
     assert first <= 6
     world.finish()
@@ -159,7 +151,7 @@ def test_a_loads_blocks_count_as_allocated_before_it_ends() -> None:
 
 def test_lazy_stores_nothing_after_a_broken_invariant() -> None:
     world = lazy(device=16)
-    request = computed(world, text="0123456789" * 5)
+    request = world.computed(text="0123456789" * 5)
     world.degrade()
     world.end(request)
     for _ in range(3):
@@ -176,8 +168,7 @@ def test_another_block_with_a_key_that_is_being_stored_is_not_offered() -> None:
         world.step(one, two)
     world.end(one)
     world.end(two)
-    hungry = world.add("hungry", "0123456789" * 5)
-    world.admit(hungry)
+    hungry = world.admitted("hungry", "0123456789" * 5)
     for _ in range(14):
         world.step(hungry, tokens=4)
     assert len(world.open_jobs()) == 1

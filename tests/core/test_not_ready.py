@@ -7,21 +7,14 @@ import pytest
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.facts import TransferReported
 from kvoffload.model.wire import Direction, TransferReport
-from tests.core.world import Req, World, full, window
+from tests.core.world import World, full, window
 
 TEXT = "abcdefghijklm"  # three whole blocks, and one more token to compute
 
 
-def computed(world: World, name: str, text: str = TEXT) -> Req:
-    request = world.add(name, text)
-    world.admit(request)
-    world.run(request)
-    return request
-
-
 def test_blocks_computed_before_memory_is_ready_are_stored_later() -> None:
     world = World(host=0, is_growing=True)
-    computed(world, "runs")
+    world.computed("runs")
     assert world.open_jobs() == []
     assert world.stores() == {}
     world.ready_up_to(64)
@@ -34,7 +27,7 @@ def test_blocks_computed_before_memory_is_ready_are_stored_later() -> None:
 
 def test_a_request_that_ends_before_has_an_outcome_of_its_own() -> None:
     world = World(host=0, is_growing=True)
-    world.end(computed(world, "goes"))
+    world.end(world.computed("goes"))
     assert world.stores() == {StoreOutcome.NOT_READY: 3}
     world.device.forget_keys()
     world.admit(world.add("back", TEXT))
@@ -44,7 +37,7 @@ def test_a_request_that_ends_before_has_an_outcome_of_its_own() -> None:
 
 def test_a_preempted_request_loses_its_waiting_offers() -> None:
     world = World(host=0, is_growing=True)
-    world.preempt(computed(world, "a"))
+    world.preempt(world.computed("a"))
     world.idle_step()
     world.ready_up_to(64)
     world.idle_step()
@@ -53,7 +46,7 @@ def test_a_preempted_request_loses_its_waiting_offers() -> None:
 
 def test_as_memory_grows_waiting_offers_are_stored_heads_first() -> None:
     world = World(full(), window(64, group=1), ranks=2, host=0, is_growing=True)
-    computed(world, "runs")
+    world.computed("runs")
     for slots, found in ((2, "x.."), (4, "xx.")):
         world.ready_up_to(slots, is_growing=True)
         world.idle_step()
@@ -69,17 +62,17 @@ def test_as_memory_grows_waiting_offers_are_stored_heads_first() -> None:
 def test_a_host_that_is_as_large_as_it_gets_is_full() -> None:
     """This also covers a host whose memory was refused, and which has no slots."""
     world = World(host=0, is_growing=True)
-    request = computed(world, "runs")
+    request = world.computed("runs")
     world.ready_up_to(0)
     world.idle_step()
     world.end(request)
-    world.end(computed(world, "later", "0123456789"))
+    world.end(world.computed("later", "0123456789"))
     assert world.stores() == {StoreOutcome.HOST_FULL: 5}
 
 
 def test_memory_grows_until_the_last_rank_has_it_ready() -> None:
     world = World(ranks=2, host=0, is_growing=True)
-    computed(world, "runs")
+    world.computed("runs")
     for rank, slots, is_growing, stored in ((0, 9, False, 0), (1, 2, True, 2), (1, 9, False, 3)):
         world.tell(TransferReported(TransferReport(world.ranks[rank], (), slots, is_growing=is_growing)))
         world.ready = slots
@@ -91,7 +84,7 @@ def test_memory_grows_until_the_last_rank_has_it_ready() -> None:
 def test_lazy_looks_again_once_memory_is_ready(is_ready: bool) -> None:
     world = World(host=0, device=16, step_tokens=4, policy="lazy", is_growing=True)
     for number in range(4):
-        world.end(computed(world, f"r{number}", f"{number} is a prompt"))
+        world.end(world.computed(f"r{number}", f"{number} is a prompt"))
     refused = world.stores()[StoreOutcome.NOT_READY]
     assert set(world.stores()) == {StoreOutcome.NOT_READY}
     if is_ready:
@@ -105,7 +98,7 @@ def test_lazy_looks_again_once_memory_is_ready(is_ready: bool) -> None:
 
 def test_a_reset_leaves_nothing_waiting_for_memory() -> None:
     world = World(host=0, is_growing=True)
-    computed(world, "old")
+    world.computed("old")
     world.reset()
     world.ready_up_to(64)
     world.idle_step()

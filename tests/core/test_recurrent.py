@@ -33,8 +33,7 @@ def with_states(*ends: int, **chosen: bool | int | str) -> World:
     """Return a world with an empty device and a host that has all blocks of the text, and the states after `ends`."""
     world = make(**chosen)
     world.states_end = ends
-    request = world.add("first", TEXT)
-    world.admit(request)
+    request = world.admitted("first", TEXT)
     compute(world, request, len(TEXT))
     world.step(request, tokens=1)
     world.drain()
@@ -56,9 +55,7 @@ def test_a_hit_ends_at_the_last_state() -> None:
     assert world.on_host(TEXT) == "xx."
     request = world.add("a", TEXT)
     assert world.admit(request) == 8
-    world.step()
-    world.finish()
-    world.run(request)  # The world checks the state from which the request continues.
+    world.load_and_run(request)  # The world checks the state from which the request continues.
     assert world.results == [("a", True)]
 
 
@@ -69,8 +66,7 @@ def test_r10_a_state_is_offered_after_the_steps_allocations() -> None:
     """
     world = make()
     world.reset()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     world.step(request, tokens=4)
     world.finish()
     assert world.on_host(TEXT) == "x.."
@@ -78,16 +74,14 @@ def test_r10_a_state_is_offered_after_the_steps_allocations() -> None:
 
 def test_a_state_is_in_the_plan_of_the_step_that_completes_it() -> None:
     world = make()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     plan = world.step(request, tokens=4)
     assert [job.targets for job in plan.stores] == [(request.tables[0][0],)]
 
 
 def test_r8_a_state_waits_for_host_memory() -> None:
     world = make(host=0, is_growing=True)
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     compute(world, request, 12)
     assert not world.stores()
     world.ready_up_to(4)
@@ -116,13 +110,11 @@ def test_r5_a_state_that_waited_for_leases_comes_before_blocks_that_waited_longe
 def test_r8_a_state_is_held_while_its_request_runs() -> None:
     world = make(host=2)
     world.states_end = (4,)
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     compute(world, request, 8)
     world.finish()
     world.states_end = ()
-    other = world.add("other", "nopqrstuvwxyz")
-    world.admit(other)
+    other = world.admitted("other", "nopqrstuvwxyz")
     compute(world, other, 12)
     world.finish()
     assert world.on_host(TEXT) == "x.."
@@ -132,8 +124,7 @@ def test_r8_a_state_is_held_while_its_request_runs() -> None:
 def test_r7_a_state_whose_block_was_reallocated_while_it_waited_is_not_stored() -> None:
     world = make(host=0, is_growing=True)
     world.states_end = (4,)
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     compute(world, request, 12)
     (block,) = [block for block, key in world.device.keys.items() if key == key_at(TEXT, 4)]
     world.device.forget_keys()
@@ -148,8 +139,7 @@ def test_r7_a_state_whose_block_was_reallocated_while_it_waited_is_not_stored() 
 
 def test_r7_a_waiting_state_of_a_preempted_request_is_lost() -> None:
     world = make(host=0, is_growing=True)
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     world.step(request, tokens=4)
     world.preempt(request)
     world.idle_step()
@@ -162,8 +152,7 @@ def test_r7_a_waiting_state_of_a_preempted_request_is_lost() -> None:
 @pytest.mark.parametrize("name", ["unknown", "preempted"])
 def test_r2_a_state_of_no_running_request_is_not_stored(name: str) -> None:
     world = make()
-    request = world.add("preempted", TEXT)
-    world.admit(request)
+    request = world.admitted("preempted", TEXT)
     compute(world, request, 4)
     state = facts.StateHandedOff(RequestId(name), GroupId(0), 0, key_at(TEXT, 4), request.tables[0][0])
     world.preempt(request, tell=False)
@@ -173,8 +162,7 @@ def test_r2_a_state_of_no_running_request_is_not_stored(name: str) -> None:
 
 def test_r2_a_state_that_is_not_its_requests_is_not_stored() -> None:
     world = make()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     compute(world, request, 8)
     (block,) = world.device.hand_out(1)
     world.device.name(block, key_at("wxyz", 4))
@@ -186,8 +174,7 @@ def test_r2_a_state_that_is_not_its_requests_is_not_stored() -> None:
 def test_a_state_that_is_handed_off_again_in_another_block_has_one_place() -> None:
     """After a load, the engine hands the loaded state off again."""
     world = with_states(4, 8)
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     world.step()
     world.finish()
     world.step(request, tokens=4)
@@ -220,8 +207,7 @@ def test_a_recurrent_group_does_not_prevent_lazy() -> None:
 
 def test_lazy_stores_states_that_the_device_evicts_next() -> None:
     world = make(policy="lazy", device=40)
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     compute(world, request, 12)
     assert not world.stores()
     world.end(request)
@@ -235,8 +221,7 @@ def test_lazy_stores_states_that_the_device_evicts_next() -> None:
 
 def test_lazy_stores_the_states_of_an_ending_request_where_little_is_free() -> None:
     world = make(policy="lazy", device=40)
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     compute(world, request, 12)
     world.device.hold(list(world.device.free)[:-1])
     world.end(request)
@@ -314,21 +299,18 @@ def test_a_state_that_left_the_host_is_not_called_never_kept() -> None:
 
 def test_a_missing_block_of_a_window_is_no_missing_state() -> None:
     world = World(full(), window(5, group=1))
-    world.serve("first", TEXT)
-    world.device.forget_keys()
+    world.only_on_host(TEXT)
     pool = world.core.state.pool
     for end in (8, 12):
         pool.invalidate(pool.index[key_at(TEXT, end, 1)])
-    request = world.add("a", TEXT)
-    world.admit(request)
+    world.admitted("a", TEXT)
     assert world.miss() is not MissCause.NO_STATE
     assert not world.reported(BoundaryAsked)
 
 
 def test_a_failed_store_of_a_state_costs_its_prefix_only() -> None:
     world = make()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     world.step(request, tokens=4)
     world.finish(outcome=FAILED)
     compute(world, request, 12)
@@ -362,8 +344,7 @@ def test_r15_a_state_is_used_by_a_load_and_not_by_the_devices_own_hit(is_loaded:
 
 def served(world: World, name: str, text: str) -> Req:
     """Serve a request, computing one block per step."""
-    request = world.add(name, text)
-    world.admit(request)
+    request = world.admitted(name, text)
     world.step()
     world.finish()
     compute(world, request, len(text))
@@ -381,8 +362,7 @@ def on_disk(end: int = 8) -> DiskWorld:
     """Return a world with an empty host and device, whose disk has all whole blocks of the text and one state."""
     world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, after_hits=0, host=32, disk=400)
     world.states_end = (end,)
-    request = world.add("first", TEXT)
-    world.admit(request)
+    request = world.admitted("first", TEXT)
     compute(world, request, len(TEXT))
     world.step(request, tokens=1)
     world.drain()
@@ -419,9 +399,7 @@ def test_a_state_and_the_attention_before_it_are_fetched_together() -> None:
     assert len(world.copies[job].job.slots) == 3
     world.finish()
     assert world.admit(request) == 8
-    world.step()
-    world.finish()
-    world.run(request)
+    world.load_and_run(request)
     assert world.results[-1] == ("late", True)
 
 

@@ -46,9 +46,7 @@ def test_another_engine_finds_it_and_does_not_write_it_again() -> None:
     other.idle_step()
     other.finish()
     assert other.admit(request) == 12
-    other.step()
-    other.finish()
-    other.run(request)
+    other.load_and_run(request)
     other.end(request)
     other.drain()
     other.share(TEXT)
@@ -136,9 +134,7 @@ def test_r17_a_lost_value_costs_the_blocks_after_it_and_one_fetch() -> None:
     assert other.on_host(TEXT) == "x.x."
     assert other.admit(request) == 4
     assert (other.copied(LOAD), other.copied(LOAD, TierOutcome.FAILED)) == (2, 1)
-    other.step()
-    other.finish()
-    other.run(request)
+    other.load_and_run(request)
     other.end(request)
     assert keys[1] not in other.remote.pool.index
 
@@ -146,16 +142,11 @@ def test_r17_a_lost_value_costs_the_blocks_after_it_and_one_fetch() -> None:
 def test_r4_r17_another_writers_value_on_one_rank_is_used_by_none() -> None:
     first, other = two(host=32, ranks=2)
     first.overwrite(TEXT[:8], rank=1)
-    request = other.add("late", TEXT)
-    other.lookup(request)
-    other.idle_step()
-    other.finish()
+    request = other.fetched("late", TEXT)
     assert other.on_host(TEXT) == "x.x."
     assert (other.copied(LOAD), other.copied(LOAD, TierOutcome.CORRUPT)) == (2, 1)
     assert other.admit(request) == 4
-    other.step()
-    other.finish()
-    other.run(request)
+    other.load_and_run(request)
     other.end(request)
     other.drain()
 

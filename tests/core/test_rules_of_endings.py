@@ -32,9 +32,7 @@ TEXT = "abcdefghijklm"
 def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
     request = world.add(name, text)
     world.admit(request, may_wait=False)
-    world.step()
-    world.finish()
-    world.run(request)
+    world.load_and_run(request)
     return request
 
 
@@ -54,16 +52,13 @@ def test_r10_nothing_that_was_on_the_host_is_found() -> None:
 
 def test_r10_a_reset_with_lookups_stores_and_loads_open() -> None:
     world = World(ranks=2)
-    world.serve("first", TEXT)
-    world.device.forget_keys()
-    loads = world.add("loads", TEXT)
-    world.admit(loads)
+    world.only_on_host(TEXT)
+    loads = world.admitted("loads", TEXT)
     plan = world.step()
     assert plan.loads
     asks = world.add("asks", TEXT)
     assert world.lookup(asks, may_wait=False) == 12
-    stores = world.add("stores", "0123456789")
-    world.admit(stores)
+    stores = world.admitted("stores", "0123456789")
     world.step(stores)
     world.step(stores)
     world.report(0, world.open_jobs(Direction.STORE)[0])
@@ -90,8 +85,7 @@ def test_r10_a_reset_with_lookups_stores_and_loads_open() -> None:
 
 def test_r10_a_job_that_no_worker_has_is_cancelled() -> None:
     world = World()
-    request = world.add("a", "01234")
-    world.admit(request)
+    request = world.admitted("a", "01234")
     world.step()
     world.end(request)  # The request's last offer waits for the next step.
     world.reset()
@@ -217,9 +211,7 @@ def test_r10_an_old_head_taints_though_the_last_block_is_new() -> None:
 def test_r10_what_was_watched_before_a_reset_is_not_offered_again_after_it() -> None:
     world = World(host=3)
     world.serve("first", TEXT)
-    watches = world.add("watches", TEXT)
-    world.admit(watches)
-    world.run(watches)
+    world.computed("watches", TEXT)
     assert len(world.core.stores.evictions.offers) == 3
     world.reset()
     assert not world.core.stores.evictions.offers
@@ -301,13 +293,10 @@ def test_r11_the_store_of_a_table_that_was_lost_does_not_concern_the_next() -> N
 
 def test_r12_nothing_new_starts_and_what_runs_drains() -> None:
     world = World(ranks=2)
-    world.serve("first", TEXT)
-    world.device.forget_keys()
-    loads = world.add("loads", TEXT)
-    world.admit(loads)
+    world.only_on_host(TEXT)
+    loads = world.admitted("loads", TEXT)
     world.step()
-    stores = world.add("stores", "0123456789")
-    world.admit(stores)
+    stores = world.admitted("stores", "0123456789")
     world.step(stores)
     world.step(stores)
     pinned = world.add("pinned", TEXT)
@@ -338,14 +327,11 @@ def test_r12_nothing_new_starts_and_what_runs_drains() -> None:
 
 def test_r12_loads_and_stores_that_no_worker_has_are_cancelled() -> None:
     world = World()
-    world.serve("first", TEXT)
-    world.device.forget_keys()
-    other = world.add("b", "01234")
-    world.admit(other)
+    world.only_on_host(TEXT)
+    other = world.admitted("b", "01234")
     world.step(other)
     world.end(other)
-    request = world.add("a", TEXT)
-    world.admit(request)
+    world.admitted("a", TEXT)
     world.degrade()
     assert world.submit() == TransferPlan()
     assert world.results[-1] == ("a", False)
@@ -400,10 +386,8 @@ def test_r16_its_slots_are_never_allocated_again_even_if_it_ends_late() -> None:
 
 def test_r16_a_load_that_never_ends_is_abandoned() -> None:
     world = World()
-    world.serve("first", TEXT)
-    world.device.forget_keys()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    world.only_on_host(TEXT)
+    request = world.admitted("a", TEXT)
     world.step()
     (job,) = world.open_jobs()
     world.overdue(job)
@@ -457,10 +441,8 @@ def test_r16_a_request_that_has_ended_waits_with_its_slots_for_no_copy_that_is_s
 
 def test_r16_a_job_that_has_ended_or_was_not_submitted_is_not_abandoned() -> None:
     world = World()
-    world.serve("first", TEXT)
-    world.device.forget_keys()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    world.only_on_host(TEXT)
+    world.admitted("a", TEXT)
     before = fingerprint(world.core)
     for job in (0, 1, 2, 99):
         world.overdue(job)  # type: ignore[arg-type]

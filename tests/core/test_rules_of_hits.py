@@ -20,8 +20,7 @@ TEXT = "abcdefghijklm"  # three whole blocks, and one more token to compute
 def cached(text: str = TEXT, **options: object) -> World:
     """Return a world with a text on the host but not on the device."""
     world = World(**options)  # type: ignore[arg-type]
-    world.serve("first", text)
-    world.device.forget_keys()
+    world.only_on_host(text)
     return world
 
 
@@ -169,9 +168,7 @@ def test_r2_fewer_tokens_than_found_need_other_blocks_of_a_window() -> None:
     world.device.forget_keys()
     request = world.add("a", "abcdefghijklmnopq")
     assert world.admit(request, accept=8) == 16
-    world.step()
-    world.finish()
-    world.run(request)
+    world.load_and_run(request)
     assert world.results == [("a", True)]
     # two blocks of the full group, and the deepest block of the window group
     assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]
@@ -207,8 +204,7 @@ def test_r2_a_hit_leaves_a_token_to_compute(text: str, found: int, cause: MissCa
 
 def test_r2_a_drafts_lookahead_costs_the_last_matched_block() -> None:
     world = World(full(has_lookahead=True))
-    world.serve("first", TEXT)
-    world.device.forget_keys()
+    world.only_on_host(TEXT)
     assert world.admit(world.add("a", TEXT)) == 8
     assert world.miss() is MissCause.LOOKAHEAD
     assert world.admit(world.add("b", TEXT[:12]), may_wait=False) == 8
@@ -242,8 +238,7 @@ def test_r2_an_unknown_request_does_not_wait_for_tokens() -> None:
 
 def test_r2_a_request_that_is_seen_twice_stays_what_it_is() -> None:
     world = World()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     world.tell(facts.RequestSeen(request.name, 1, ((),)))
     assert violations(world) == [RejectionCause.UNKNOWN_REQUEST]
     world.run(request)
@@ -251,8 +246,7 @@ def test_r2_a_request_that_is_seen_twice_stays_what_it_is() -> None:
 
 def test_r2_a_running_request_that_is_allocated_again_stays_what_it_is() -> None:
     world = World()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     world.step()
     tables = tuple(map(tuple, request.tables))
     world.tell(facts.BlocksAllocated(request.name, tables, 8, 0))
@@ -265,8 +259,7 @@ def test_r2_a_running_request_that_is_allocated_again_stays_what_it_is() -> None
 
 def test_r2_a_loading_request_that_is_allocated_or_looked_up_again_goes_on_loading() -> None:
     world = cached()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     tables = tuple(map(tuple, request.tables))
     world.tell(facts.BlocksAllocated(request.name, tables, 0, 12))
     assert world.lookup(request) == 0
@@ -277,9 +270,7 @@ def test_r2_a_loading_request_that_is_allocated_or_looked_up_again_goes_on_loadi
 
 def test_r2_a_step_that_reports_fewer_tokens_and_nothing_new_changes_nothing() -> None:
     world = World()
-    request = world.add("a", TEXT)
-    world.admit(request)
-    world.run(request)
+    request = world.computed("a", TEXT)
     world.finish()
     world.idle_step()
     before = fingerprint(world.core)
@@ -337,9 +328,7 @@ def test_a_request_that_opted_out_reads_nothing() -> None:
 
 def test_a_miss_says_that_the_store_is_still_open() -> None:
     world = World()
-    request = world.add("a", TEXT)
-    world.admit(request)
-    world.run(request)
+    world.computed("a", TEXT)
     world.device.forget_keys()
     world.admit(world.add("b", TEXT))
     assert world.miss() is MissCause.STORING
@@ -347,8 +336,7 @@ def test_a_miss_says_that_the_store_is_still_open() -> None:
 
 def test_a_preempted_request_also_looks_up_its_generated_tokens() -> None:
     world = World()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     for _ in range(6):
         world.step()
         world.finish()
@@ -544,9 +532,7 @@ def test_r14_no_request_waits_for_a_load_from_before_a_reset() -> None:
     loading(world)
     world.reset()
     world.finish()
-    newer = world.add("newer", "0123456789abc")
-    world.admit(newer)
-    world.run(newer)
+    world.computed("newer", "0123456789abc")
     world.finish()
     assert world.on_host("0123456789abc") == "xxx"
     world.device.forget_keys()
@@ -564,8 +550,7 @@ def test_r14_a_request_that_may_not_wait_loads_itself() -> None:
 
 def test_r14_an_engine_that_cannot_wait_never_has_to() -> None:
     world = World(promises=Promises(can_wait=False))
-    world.serve("first", TEXT)
-    world.device.forget_keys()
+    world.only_on_host(TEXT)
     loading(world)
     assert world.admit(world.add("b", TEXT)) == 12
 

@@ -18,14 +18,6 @@ from tests.core.world import DONE, FAILED, Req, World, full, key_at, window
 TEXT = "abcdefghijklm"  # three whole blocks, and one more token to compute
 
 
-def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
-    """Return a request that has computed its prompt and whose stores are open."""
-    request = world.add(name, text)
-    world.admit(request)
-    world.run(request)
-    return request
-
-
 def side_by_side(world: World) -> tuple[Req, Req]:
     """Return two requests that computed one prompt into separate blocks.
 
@@ -66,34 +58,33 @@ def named(world: World, *keys: BlockKey) -> list[DeviceBlockId]:
 
 def test_r3_the_same_prefix_twice_while_its_store_is_open_across_steps_and_after() -> None:
     world = World()
-    first = computed(world)
+    first = world.computed()
     under_way = stored_blocks(world)
     assert len(under_way) == 3
-    second = computed(world, "b")  # The second request's device hit covers the first request's blocks.
+    second = world.computed("b")  # The second request's device hit covers the first request's blocks.
     assert second.tables[0][:3] == first.tables[0][:3]
     for _ in range(3):
         world.idle_step()
     assert stored_blocks(world) == under_way
     world.finish()
     assert world.stores() == {StoreOutcome.STORED: 3, StoreOutcome.IN_FLIGHT: 3}
-    computed(world, "c")
+    world.computed("c")
     assert world.open_jobs() == []
     assert world.stores()[StoreOutcome.ALREADY_CACHED] == 3
 
 
 def test_r3_a_block_stays_off_limits_until_the_last_rank_of_a_failed_store_has_ended() -> None:
     world = World(ranks=2)
-    first = computed(world)
+    first = world.computed()
     for job in world.open_jobs():
         world.report(0, job, FAILED)
-    second = computed(world, "b")
+    second = world.computed("b")
     assert second.tables[0][:3] == first.tables[0][:3]
     for job in world.open_jobs():
         # no new copy starts: the other rank is still reading the blocks
         assert world.copies[job].running == {1}
     world.device.forget_keys()
-    waits = world.add("c", TEXT)
-    world.admit(waits)
+    world.admitted("c", TEXT)
     assert world.miss() is MissCause.STORE_FAILED
     world.finish()
     world.end(second)  # The request's blocks can be offered only until it ends.
@@ -118,10 +109,10 @@ def test_r3_a_block_that_an_abandoned_load_may_still_write_is_not_stored() -> No
 
 def test_r3_what_waits_for_a_copy_is_stored_at_the_end_of_its_request() -> None:
     world = World(ranks=2)
-    computed(world)
+    world.computed()
     for job in world.open_jobs():
         world.report(0, job, FAILED)
-    second = computed(world, "b")
+    second = world.computed("b")
     world.finish()
     world.end(second)
     world.drain()
@@ -130,10 +121,10 @@ def test_r3_what_waits_for_a_copy_is_stored_at_the_end_of_its_request() -> None:
 
 def test_r3_an_offer_that_waits_for_a_copy_at_the_requests_end_fails() -> None:
     world = World(ranks=2)
-    computed(world)
+    world.computed()
     for job in world.open_jobs():
         world.report(0, job, FAILED)
-    world.end(computed(world, "b"))
+    world.end(world.computed("b"))
     assert world.stores() == {StoreOutcome.FAILED: 6}
 
 
@@ -161,7 +152,7 @@ def test_r3_another_block_that_no_longer_holds_the_key_is_not_stored_in_its_plac
     world = World(device=16)
     _, two = side_by_side(world)
     world.end(two)
-    computed(world, "greedy", "0123456789" * 4 + "01234")  # This request is allocated the blocks of `two`.
+    world.computed("greedy", "0123456789" * 4 + "01234")  # This request is allocated the blocks of `two`.
     world.finish(*[job for job in world.open_jobs() if job < 3], outcome=FAILED)
     world.drain()
     assert world.on_host(TEXT) == "..."
@@ -228,8 +219,7 @@ def test_r3_a_later_request_of_the_same_name_does_not_get_an_earlier_ones_offers
     world.end(two)
     for job in world.open_jobs():
         world.overdue(job)
-    again = world.add("two", TEXT)
-    world.admit(again)
+    again = world.admitted("two", TEXT)
     world.step(again)
     world.step(again)
     record = world.core.state.requests.live[again.name]
@@ -258,7 +248,7 @@ def test_r15_cached_keys_are_used_head_last_and_a_key_twice_in_one_offer_once() 
 
 def test_r4_a_slot_can_hit_only_when_every_rank_has_confirmed() -> None:
     world = World(ranks=3)
-    computed(world)
+    world.computed()
     for rank in (2, 0):
         for job in world.open_jobs():
             world.report(rank, job)
@@ -271,9 +261,7 @@ def test_r4_a_slot_can_hit_only_when_every_rank_has_confirmed() -> None:
 
 def test_r4_a_rank_that_confirms_twice_or_late_changes_nothing() -> None:
     world = World(ranks=2)
-    request = world.add("a", TEXT[:5])
-    world.admit(request)
-    world.run(request)
+    world.computed("a", TEXT[:5])
     (job,) = world.open_jobs()
     world.report(0, job)
     world.repeat_report(0)
@@ -286,9 +274,7 @@ def test_r4_a_rank_that_confirms_twice_or_late_changes_nothing() -> None:
 
 def test_r4_one_failed_rank_invalidates_a_slot_at_once_and_it_is_empty_only_when_all_have_ended() -> None:
     world = World(ranks=3)
-    request = world.add("a", TEXT[:5])
-    world.admit(request)
-    world.run(request)
+    world.computed("a", TEXT[:5])
     (job,) = world.open_jobs()
     (block,) = stored_blocks(world)
     world.report(0, job)
@@ -304,8 +290,7 @@ def test_r4_one_failed_rank_invalidates_a_slot_at_once_and_it_is_empty_only_when
 
 def test_r4_a_failed_rank_of_a_load_invalidates_its_slots_while_others_read_them() -> None:
     world = World(ranks=2)
-    world.serve("first", TEXT)
-    world.device.forget_keys()
+    world.only_on_host(TEXT)
     world.admit(world.add("a", TEXT))
     world.step()
     (job,) = world.open_jobs()
@@ -327,15 +312,12 @@ def test_a_draining_slot_does_not_take_its_key_from_a_newer_one() -> None:
     # Regression: after a reset, a slot being emptied kept its old key. Invalidating this slot again removed
     # the key of its successor from the index.
     world = World(ranks=2)
-    world.serve("first", TEXT)
-    world.device.forget_keys()
+    world.only_on_host(TEXT)
     world.admit(world.add("a", TEXT))
     world.step()
     (job,) = world.open_jobs()
     world.reset()
-    newer = world.add("b", TEXT)
-    world.admit(newer)
-    world.run(newer)
+    world.computed("b", TEXT)
     world.finish(*[each for each in world.open_jobs() if each != job])
     assert world.on_host(TEXT) == "xxx"
     world.finish(job, outcome=FAILED)
@@ -347,7 +329,7 @@ def test_a_draining_slot_does_not_take_its_key_from_a_newer_one() -> None:
 
 def test_r5_stores_lease_no_more_than_a_quarter_of_the_device() -> None:
     world = World(device=32)  # a quarter is 8 blocks
-    request = computed(world, text="0123456789" * 8)
+    request = world.computed(text="0123456789" * 8)
     assert len(stored_blocks(world)) == 8
     world.step()
     assert len(stored_blocks(world)) == 8
@@ -362,7 +344,7 @@ def test_r5_stores_lease_no_more_than_a_quarter_of_the_device() -> None:
 
 def test_r5_an_offer_that_waits_for_room_at_its_requests_end_is_declined() -> None:
     world = World(device=32)
-    world.end(computed(world, text="0123456789" * 8))
+    world.end(world.computed(text="0123456789" * 8))
     assert world.stores() == {StoreOutcome.LEASE_LIMIT: 12}
     world.drain()
     assert world.on_host("0123456789" * 8) == "x" * 8 + "." * 12
@@ -376,19 +358,18 @@ def test_r5_a_request_that_ends_leaves_nothing_waiting_for_room() -> None:
     # their requests had ended.
     world = World(device=32)
     for number in range(5):
-        world.end(computed(world, f"r{number}", f"{number}bcdefghi" * 4))
+        world.end(world.computed(f"r{number}", f"{number}bcdefghi" * 4))
     assert not world.core.stores.for_room
 
 
 def test_r5_a_leased_block_is_not_allocated_after_its_request_ended() -> None:
     world = World(device=16)
-    request = computed(world)
+    request = world.computed()
     under_way = stored_blocks(world)
     world.end(request)
     assert all(world.device.leased[block] == 1 for block in under_way)
     for number in range(3):  # `DevicePool` checks each allocation.
-        hungry = world.add(f"r{number}", str(number) * 40)
-        world.admit(hungry)
+        hungry = world.admitted(f"r{number}", str(number) * 40)
         world.run(hungry, until=40)
         world.end(hungry)
     for job in [job for job in world.open_jobs() if set(world.copies[job].blocks) & set(under_way)]:
@@ -398,9 +379,9 @@ def test_r5_a_leased_block_is_not_allocated_after_its_request_ended() -> None:
 
 def test_r5_a_filling_slot_is_not_evicted() -> None:
     world = World(host=3)
-    computed(world)
+    world.computed()
     assert world.count(SlotState.FILLING) == 3
-    other = computed(world, "b", "0123456789")
+    other = world.computed("b", "0123456789")
     world.end(other)
     assert world.stores() == {StoreOutcome.HOST_FULL: 2}
     world.drain()
@@ -430,12 +411,10 @@ def test_r5_leases_of_a_store_are_given_back_exactly_once(
     stage: str, leaves: str, outcome: CopyOutcome
 ) -> None:
     world = World(ranks=2)
-    request = world.add("a", TEXT[:9])
-    world.admit(request)
+    request = world.admitted("a", TEXT[:9])
     world.step()
     if stage == "planned":  # The step's job also contains another request's last offers.
-        other = world.add("b", "01234")
-        world.admit(other)
+        other = world.admitted("b", "01234")
         world.step(other)
         world.end(other)
     else:
@@ -453,10 +432,8 @@ def test_r5_pins_and_leases_of_a_load_are_given_back_exactly_once(
     stage: str, leaves: str, outcome: CopyOutcome
 ) -> None:
     world = World(ranks=2)
-    world.serve("first", TEXT)
-    world.device.forget_keys()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    world.only_on_host(TEXT)
+    request = world.admitted("a", TEXT)
     if stage != "planned":
         world.step()
     if stage == "one rank":
@@ -492,7 +469,7 @@ def test_r5_releasing_twice_is_an_error_and_changes_nothing() -> None:
 
 def test_r5_blocks_are_given_back_deepest_first() -> None:
     world = World()
-    request = computed(world, text=TEXT[:9])
+    request = world.computed(text=TEXT[:9])
     blocks = request.tables[0][:2]
     world.end(request)
     world.finish()
@@ -512,7 +489,7 @@ def reused(world: World, request: Req) -> list[int]:
 def test_r7_a_declined_window_block_is_freed_reallocated_to_another_position_and_offered_again() -> None:
     world = World(window(5), device=4, host=0)
     # The request allocates more blocks than the device has.
-    request = computed(world, text="abcdefghijklmnopqrstuvwxyz")
+    request = world.computed(text="abcdefghijklmnopqrstuvwxyz")
     assert reused(world, request) == [0, 1, 2]
     world.ready_up_to(8)
     world.end(request)  # A block that got no slot is offered again.
@@ -525,14 +502,12 @@ def test_r7_a_window_block_is_zeroed_in_the_step_that_reallocates_it_though_its_
     None
 ):
     world = World(window(5), device=8, host=0)
-    sleeps = world.add("sleeps", "abcdefghijklmnop")
-    world.admit(sleeps)
+    sleeps = world.admitted("sleeps", "abcdefghijklmnop")
     while sleeps.computed < 16:
         world.step(sleeps)
     world.step(sleeps)  # The first blocks of `sleeps` leave the window.
     assert reused(world, sleeps) == []
-    busy = world.add("busy", "0123456789" * 2)
-    world.admit(busy)
+    busy = world.admitted("busy", "0123456789" * 2)
     while not reused(world, sleeps):
         world.step(busy, tokens=4)
         assert world.reported(BlocksZeroed) or world.steps < 20
@@ -544,7 +519,7 @@ def test_r7_a_window_block_is_zeroed_in_the_step_that_reallocates_it_though_its_
 @pytest.mark.parametrize("how", ["allocation", "copy target"])
 def test_r7_ids_come_from_allocations_and_copy_targets_too(how: str) -> None:
     world = World(window(5), device=8, host=0)
-    request = computed(world, text="abcdefghijklm")
+    request = world.computed(text="abcdefghijklm")
     record = world.core.state.requests.live[request.name].table
     assert record is not None
     left = record[0][0]
@@ -586,8 +561,7 @@ def two_block(world: World, request: Req) -> DeviceBlockId:
 
 def test_r7_a_block_whose_hash_is_not_the_key_is_not_stored() -> None:
     world = World()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     world.step()
     world.device.name(request.tables[0][0], key_at("wrong", 4))
     world.step()
@@ -599,7 +573,7 @@ def test_r7_a_block_whose_hash_is_not_the_key_is_not_stored() -> None:
 def test_r7_a_block_whose_hash_is_unknown_is_not_stored() -> None:
     world = World()
     world.device.is_hashed = False
-    computed(world)
+    world.computed()
     assert world.stores() == {StoreOutcome.NOT_HASHED: 3}
 
 
@@ -608,8 +582,7 @@ def test_r7_a_block_whose_hash_is_unknown_is_not_stored() -> None:
 
 def evict(world: World, name: str, text: str) -> None:
     """Fill the host's slots with another request's store, then let the store fail, so that the slots are empty."""
-    other = world.add(name, text)
-    world.admit(other)
+    other = world.admitted(name, text)
     world.step(other)
     world.step(other)
     world.finish(outcome=FAILED)
@@ -619,7 +592,7 @@ def evict(world: World, name: str, text: str) -> None:
 def test_r8_a_block_evicted_in_the_middle_of_a_request_is_stored_again() -> None:
     world = World(host=2)
     world.serve("first", "abcdefghi")
-    request = computed(world, text="abcdefghi")  # The request's blocks are on the device and on the host.
+    request = world.computed(text="abcdefghi")  # The request's blocks are on the device and on the host.
     assert world.stores()[StoreOutcome.ALREADY_CACHED] == 2
     evict(world, "b", "012345678")
     assert world.on_host("abcdefgh") == ".."
@@ -632,7 +605,7 @@ def test_r8_a_block_evicted_in_the_middle_of_a_request_is_stored_again() -> None
 def test_r8_once_a_request_so_that_a_tiny_pool_does_not_churn() -> None:
     world = World(host=2)
     world.serve("first", "abcdefghi")
-    request = computed(world, text="abcdefghi")
+    request = world.computed(text="abcdefghi")
     evict(world, "b", "012345678")
     world.step(request)
     world.finish(outcome=FAILED)
@@ -648,7 +621,7 @@ def test_r8_once_a_request_so_that_a_tiny_pool_does_not_churn() -> None:
 def test_r8_once_also_for_a_request_that_offers_it_again() -> None:
     world = World(host=2)
     world.serve("first", "abcdefghi")
-    request = computed(world, text="abcdefghi")
+    request = world.computed(text="abcdefghi")
     evict(world, "b", "012345678")
     world.step(request)
     world.finish(outcome=FAILED)
@@ -666,9 +639,9 @@ def test_r8_once_also_for_a_request_that_offers_it_again() -> None:
 
 def test_r8_not_over_a_slot_that_a_running_request_stored() -> None:
     world = World(host=2)
-    stays = computed(world, text="abcdefghi")
+    stays = world.computed(text="abcdefghi")
     world.finish()
-    world.end(computed(world, "b", "012345678"))
+    world.end(world.computed("b", "012345678"))
     world.drain()
     assert world.on_host("abcdefgh") == "xx"
     assert world.stores()[StoreOutcome.HOST_FULL] == 2
@@ -681,11 +654,10 @@ def test_r8_not_over_a_slot_that_a_running_request_hit() -> None:
     world = World(host=2)
     world.serve("first", "abcdefghi")
     world.device.forget_keys()
-    stays = world.add("a", "abcdefghi")
-    world.admit(stays)
+    world.admitted("a", "abcdefghi")
     world.step()
     world.finish()
-    world.end(computed(world, "b", "012345678"))
+    world.end(world.computed("b", "012345678"))
     world.drain()
     assert world.on_host("abcdefgh") == "xx"
     world.device.forget_keys()
@@ -695,9 +667,9 @@ def test_r8_not_over_a_slot_that_a_running_request_hit() -> None:
 
 def test_r8_what_the_host_was_full_for_is_stored_at_the_end_of_its_request() -> None:
     world = World(host=2)
-    one = computed(world, text="abcdefghi")
+    one = world.computed(text="abcdefghi")
     world.finish()
-    two = computed(world, "b", "012345678")
+    two = world.computed("b", "012345678")
     world.end(one)
     world.end(two)
     world.drain()
@@ -792,7 +764,7 @@ def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: s
     # the text whose blocks are stored in one step
     text = "bcdefghi" if policy == "eager" else "bcdefghijklmnopq"
     for number in range(8):
-        request = computed(world, f"r{number}", f"{number}{text}")
+        request = world.computed(f"r{number}", f"{number}{text}")
         world.step(request)
         world.preempt(request)
         world.idle_step()
@@ -836,8 +808,7 @@ def test_r15_a_request_that_computes_what_the_host_has_uses_it_head_last(how: st
     # Regression: blocks were marked as used step by step, when they were confirmed, so the head was the
     # oldest block.
     world = World()
-    world.serve("first", LONG)
-    world.device.forget_keys()
+    world.only_on_host(LONG)
     request = world.add("again", LONG)
     world.lookup(request)
     world.allocate(request, 0)
@@ -853,8 +824,7 @@ def test_r15_a_request_that_computes_what_the_host_has_uses_it_head_last(how: st
 
 def tail_looked_up(world: World) -> Req:
     """Return a request whose tail is pinned on the host, and whose head is on the device."""
-    world.serve("first", LONG)
-    world.device.forget_keys()
+    world.only_on_host(LONG)
     world.serve("head", LONG[:9])
     request = world.add("again", LONG)
     assert world.lookup(request) == 8
@@ -906,9 +876,7 @@ def test_r15_a_missing_head_does_not_matter() -> None:
 def test_r15_slots_that_went_bad_meanwhile_are_released_too() -> None:
     world = World()
     world.serve("first", LONG[:9])
-    request = world.add("again", LONG)
-    world.admit(request)
-    world.run(request)
+    request = world.computed("again", LONG)
     world.finish()
     tail = world.core.state.pool.index[key_at(LONG, 16)]
     world.core.state.pool.quarantine(tail)
@@ -922,7 +890,7 @@ def test_r15_slots_that_went_bad_meanwhile_are_released_too() -> None:
 def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_head() -> None:
     # Regression: the preemption released the head before the tail, so the head was evicted first.
     world = World()
-    request = computed(world, text=LONG)
+    request = world.computed(text=LONG)
     head, *_ = world.open_jobs()
     world.finish(head)
     assert world.open_jobs()
@@ -935,8 +903,7 @@ def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_h
 
 def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_of_the_old_one() -> None:
     world = World(step_tokens=4)
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     world.step()
     for _ in range(3):  # each run creates a job for one block
         world.step()
@@ -958,7 +925,7 @@ def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_o
 
 def test_r15_stores_that_end_in_another_order_leave_the_head_to_be_evicted_last() -> None:
     world = World()
-    request = computed(world, text=LONG)
+    request = world.computed(text=LONG)
     for job in reversed(world.open_jobs()):
         world.finish(job)
     world.end(request)
@@ -968,7 +935,7 @@ def test_r15_stores_that_end_in_another_order_leave_the_head_to_be_evicted_last(
 
 def test_r15_a_load_beside_a_late_store_of_the_table_before_leaves_the_head_to_be_evicted_last() -> None:
     world = World(step_tokens=4)
-    request = computed(world, text=LONG)
+    request = world.computed(text=LONG)
     head, *others, last = world.open_jobs()
     world.finish(head)
     world.overdue(last)  # The timeout releases the request's slots together with its block table.
@@ -988,10 +955,9 @@ def test_r15_a_load_beside_a_late_store_of_the_table_before_leaves_the_head_to_b
 
 def test_r15_a_head_that_waited_for_a_slot_is_evicted_after_the_tail_that_did_not() -> None:
     world = World(host=1, step_tokens=4)
-    computed(world, "holds", "01234")
+    world.computed("holds", "01234")
     world.finish()
-    request = world.add("a", TEXT)
-    world.admit(request)
+    request = world.admitted("a", TEXT)
     for _ in range(2):
         world.step(request)
     assert world.core.state.requests.live[

@@ -46,9 +46,7 @@ def test_three_jobs_in_a_row_stall_copies_and_one_that_ends_late_lets_them_go_on
     assert not is_stalled(world)
     jobs.append(hangs(world, "c"))
     assert world.reported(CopiesStalled) == [CopiesStalled(3, 50, 3)]
-    runs = world.add("d", "d" * 9)
-    world.admit(runs)
-    world.run(runs)
+    world.computed("d", "d" * 9)
     assert world.submitted() == []
     world.finish(jobs[1])
     assert world.reported(CopiesResumed) == [CopiesResumed(2)]
@@ -107,9 +105,7 @@ def test_while_copies_stall_lookups_and_ending_requests_say_so_and_all_are_serve
     assert world.miss() is MissCause.STALLED
     world.run(back)
     world.end(back)
-    new = world.add("new", "0123456789")
-    world.admit(new)
-    world.run(new)
+    new = world.computed("new", "0123456789")
     world.end(new)
     assert world.stores()[StoreOutcome.STALLED] == 2
     world.device.forget_keys()

@@ -488,13 +488,33 @@ class World:
             self.step(request)
         self.step(request, tokens=1)
 
-    def serve(self, name: str, text: str) -> Req:
-        """Serve a request and end all copies. The request's blocks are then on the host, if they fit."""
+    def admitted(self, name: str, text: str) -> Req:
+        """Return a new request that was looked up and allocated."""
         request = self.add(name, text)
         self.admit(request)
+        return request
+
+    def computed(self, name: str = "a", text: str = "abcdefghijklm") -> Req:
+        """Return a new request that has computed its prompt, and whose stores are open."""
+        request = self.admitted(name, text)
+        self.run(request)
+        return request
+
+    def load_and_run(self, request: Req) -> None:
+        """Let an admitted request load what it found and compute the rest of its text."""
         self.step()
         self.finish()
         self.run(request)
+
+    def only_on_host(self, text: str) -> None:
+        """Store a text on the host, and remove it from the device."""
+        self.serve("first", text)
+        self.device.forget_keys()
+
+    def serve(self, name: str, text: str) -> Req:
+        """Serve a request and end all copies. The request's blocks are then on the host, if they fit."""
+        request = self.admitted(name, text)
+        self.load_and_run(request)
         self.end(request)
         self.drain()
         return request

@@ -71,22 +71,6 @@ def test_every_key_and_block_is_reported_once_and_only_when_it_is_new() -> None:
         assert (end.confirmed_tokens, end.holds_blocks) == (21, True)
 
 
-def test_a_preempted_request_is_looked_up_with_its_generated_tokens() -> None:
-    """Blocks that the request computed and stored before the preemption are loaded from the host."""
-    with rig(num_blocks=60) as made:
-        stream = made.submit(text(1, 10), 16)
-        while stream.stats.generated_tokens < 12 or made.engine.pool.leased_blocks:
-            made.step()
-        assert made.engine.preempt(stream.request_id)
-        made.pass_time()
-        made.forget_device()
-        made.drain()
-        assert stream.stats.resumed_tokens == 20  # The prompt has two blocks, the answer three.
-        assert made.count("load_blocks", "loaded") == 5
-        made.assert_outputs()
-        made.assert_clean()
-
-
 @pytest.mark.parametrize("state", ["waiting", "loading", "running", "preempted"])
 def test_how_a_request_ends_is_reported_as_it_is(state: str) -> None:
     with rig(max_requests=1) as made:

@@ -34,16 +34,6 @@ def test_spills_and_fetches_are_counted_under_the_disk(start: StartEngine, ranks
     assert conservation(counted, drained=True) == []
 
 
-def test_a_disk_that_some_rank_fails_is_failing_until_it_works_again(start: StartEngine) -> None:
-    made = start()
-    disk = made.offload.core.state.disk
-    assert disk is not None
-    disk.failing.add(made.workers[0]._rank)
-    assert tier_state(made.offload, Tier.DISK) is TierState.FAILING
-    disk.failing.clear()
-    assert tier_state(made.offload, Tier.DISK) is TierState.OPEN
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_tokens_by_source_sum_to_the_prompts(start: StartEngine, kind: str) -> None:
     """Of requests that hit on every tier, miss, are preempted, or lose their load; those that end without a token do not count."""

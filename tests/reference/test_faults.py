@@ -5,42 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections.abc import Callable
 from typing import Any
 
-import anyio
 import pytest
 
 from kvoffload.engine import Engine
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
-from kvoffload.telemetry.logging import LogObserver
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.reference.rig import KINDS, Options, Rig, config_of, rig, slot_bytes, text
 
 PATIENCE_S = 30
-
-# -- observers --------------------------------------------------------------------------------------------------
-
-
-def observe_with(monkeypatch: pytest.MonkeyPatch, observer: Callable[..., Any]) -> None:
-    monkeypatch.setattr(LogObserver, "__call__", observer)
-
-
-def test_an_observer_that_never_returns_loses_events_and_holds_up_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async def stay(self: LogObserver, event: object) -> None:
-        await anyio.sleep_forever()
-
-    observe_with(monkeypatch, stay)
-    with rig() as made:
-        for _ in range(300):
-            made.engine.reset_prefix_cache()
-        made.run(text(1, 25))
-        assert made.offload.gauges()["kvoffload_bus_dropped_total"]["log",] > 0
-        made.assert_clean()
-
 
 # -- the portal's thread dies -----------------------------------------------------------------------------------
 
