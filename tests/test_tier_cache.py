@@ -52,7 +52,7 @@ def read(page: Page) -> list[bytes]:
 
 
 class Rig:
-    """A cache with a folder, a store or both."""
+    """A cache with a folder, a remote tier or both."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
-"""Compares the remote tier with the store's own client, and measures engines that share a store, also while
-the store hangs.
+"""Compares the remote tier with direct use of Mooncake's and S3's clients, and measures engines that share the tier.
 
-The stores run on this machine: a Mooncake master with one node, and SeaweedFS as an S3 server. Each repeat
-writes and reads the same bytes, first with the store's own client and then through the tier, so that other
+The servers run on this machine: a Mooncake master with one node, and SeaweedFS as an S3 server. Each repeat
+writes and reads the same bytes, first with the server's client and then through the remote tier, so that other
 load on the machine affects both (`remote_rig.py`). Before the measurement, every byte is compared.
 `remote_engines.py` measures the engines.
 """

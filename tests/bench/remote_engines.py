@@ -1,12 +1,11 @@
-"""Measures engines that share a store: what a second engine gains, and what a store costs, also while the
-store hangs.
+"""Measures engines that share a remote tier: what a second engine gains, and what the tier costs, also while it hangs.
 
-* A second engine serves prompts whose blocks another engine has written to the store. It alternates with
+* A second engine serves prompts whose blocks another engine has written to the remote tier. It alternates with
   an engine that computes the same prompts.
-* Four engines alternate. They play conversations that do not fit in host memory: without a store, with a
-  store that is never used, with a working store, and with a dead store.
+* Four engines alternate. They play conversations that do not fit in host memory: without a remote tier, and with
+  a remote tier that is never used, works, or is dead.
 * An engine serves a ring of prompts that fits neither on the device nor on the host, so that each prompt
-  is fetched from the store. The process with the values is then stopped. The bench counts tokens per
+  is fetched from the remote tier. The process with the values is then stopped. The bench counts tokens per
   second before, during and after the stop.
 """
 
@@ -66,7 +65,7 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
 
 
 async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace) -> list[Line]:
-    """Let one engine write prompts to the store, and measure a second engine that serves these prompts."""
+    """Let one engine write prompts to the remote tier, and measure a second engine that serves these prompts."""
     tokens = 1280 if args.model == "small" else 512
     options = DemoOptions(
         conversations=args.conversations,
@@ -107,10 +106,10 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
 
 
 async def _hooks(kind: str) -> list[Line]:
-    """Measure the time in hooks without a store, and with an idle, a working and a dead store."""
+    """Measure the time in hooks without a remote tier, and with an idle, a working and a dead remote tier."""
     async with AsyncExitStack() as opened:
-        # Start the dead store first: engines read a bucket's endpoint from the environment, and the working
-        # store replaces it there.
+        # Start the dead remote tier first, because engines read a bucket's endpoint from the environment, where the
+        # working remote tier then replaces it.
         dies = opened.enter_context(local_store(kind, _NODE_BYTES))
         dead = await opened.enter_async_context(served(OUTGROWS, {**HOST, "remote_url": dies.url}))
         dies.close()
@@ -148,7 +147,7 @@ async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float,
     """Stop the process that has the values for a while.
 
     Returns:
-        Tokens per second of an engine that uses the store: before, during and after the stop.
+        Tokens per second of an engine that uses the remote tier: before, during and after the stop.
     """
     process = server.node if isinstance(server, LocalMooncake) else server.server
     options = _ring_options(args)

@@ -1,6 +1,6 @@
-"""Two ways to write and read the same bytes: through the remote tier, and with the store's own client.
+"""Two ways to write and read the same bytes: through the remote tier, and with Mooncake's or S3's client alone.
 
-The tier copies between scattered host slots and the store, with checksums. The store's own client copies
+The remote tier copies between scattered host slots and the server, with checksums. The client alone copies
 memory that it has registered. Both use the same number of threads, and values and batches of the same size.
 """
 
@@ -58,10 +58,10 @@ class Way(Protocol):
 
 
 class TierWay:
-    """Writes and reads through the tier, from and to scattered slots of a rig.
+    """Writes and reads through the remote tier, from and to scattered slots of a rig.
 
     Args:
-        url: the store's URL.
+        url: the remote tier's URL.
         rig: has the host memory, and determines the number of blocks.
     """
 
@@ -125,7 +125,7 @@ class TierWay:
 
 
 class ClientWay(ABC):
-    """Writes and reads with the store's own client, in batches, on as many threads as the tier has.
+    """Writes and reads with the server's client alone, in batches, on as many threads as the remote tier has.
 
     Args:
         rig: determines the size and number of blocks.
@@ -179,9 +179,7 @@ class ClientWay(ABC):
 
 
 class MooncakeClient(ClientWay):
-    """Uses a separate connection to Mooncake. `clear` empties the whole store, so the store must have no
-    other user.
-    """
+    """Uses a separate connection to Mooncake. `clear` removes all objects, so Mooncake must have no other user."""
 
     def __init__(self, server: LocalMooncake, rig: Rig) -> None:
         super().__init__(rig)

@@ -36,7 +36,7 @@ from tests.bench.results import add_output_arguments, give_out
 from tests.keys import block_key
 
 BLOCK_TOKENS = 512
-_BATCH = 64  # one call to the store reads or writes up to this many keys
+_BATCH = 64  # one call to the remote tier reads or writes up to this many keys
 _GROUP = GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS)
 _DEVICE_BLOCKS = 4096
 # The real core serves only a part of the trace, because it is slower than the simple model.
@@ -134,7 +134,7 @@ class PaperEngine:
 
     Args:
         tiers: the capacities.
-        store: the keys in the shared store.
+        store: the keys in the shared remote tier.
     """
 
     def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
@@ -201,7 +201,7 @@ class CoreEngine:
 
     Args:
         tiers: the capacities.
-        store: the keys in the shared store.
+        store: the keys in the shared remote tier.
     """
 
     def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
@@ -336,7 +336,7 @@ def _hit(what: str, count: Counter[str]) -> Line:
 def _network(
     what: str, args: argparse.Namespace, prompts: Sequence[Prompt], engines: int, count: Counter[str]
 ) -> Iterator[Line]:
-    """Yield the load on the store and on its network, also extrapolated to a thousand engines."""
+    """Yield the load on the remote tier and on its network, also extrapolated to a thousand engines."""
     seconds = max(prompts[-1].at_s - prompts[0].at_s, 1.0)
     block = args.kv_bytes * BLOCK_TOKENS
     keys = count["asked"] + count["fetched"] + count["put"]

@@ -20,14 +20,14 @@ from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, keys_of
 
 
 class Value(NamedTuple):
-    """A value in the store: a block's contents, and how many resets preceded the block's computation."""
+    """A value in the remote tier: a block's contents, and how many resets preceded the block's computation."""
 
     held: BlockKey
     age: int
 
 
 class Ask(NamedTuple):
-    """A query that the store has not answered yet."""
+    """A query that the remote tier has not answered yet."""
 
     request: RequestId
     keys: tuple[BlockKey, ...]
@@ -38,14 +38,14 @@ Store = dict[tuple[str, BlockKey, int], Value]
 
 
 class RemoteWorld(LowerWorld):
-    """A world with a store, which can be shared with other worlds.
+    """A world with a remote tier, which can be shared with other worlds.
 
     Args:
         groups: see `World`.
-        store: the shared store.
+        store: the shared remote tier.
         remote_min_hits: the setting of this name.
         hints: the maximum number of hints.
-        is_reached: whether the store answers from the start.
+        is_reached: whether the remote tier answers from the start.
         namespace: the namespace in which engines share blocks.
         settings: see `World`.
     """
@@ -63,7 +63,7 @@ class RemoteWorld(LowerWorld):
         self.remote_min_hits, self.hints = remote_min_hits, hints
         self.store: Store = {} if store is None else store
         self.namespace = namespace
-        """The namespace that the core uses; None until the store has reported a namespace."""
+        """The namespace that the core uses; None until the remote tier has reported a namespace."""
         self.unreached: set[int] = set()
         self.asked: list[Ask] = []
         super().__init__(*groups, **settings)
@@ -81,7 +81,7 @@ class RemoteWorld(LowerWorld):
         return self.core.state.remote
 
     def reach(self) -> None:
-        """Report to the core that the store answers, and in which namespace."""
+        """Report to the core that the remote tier answers, and in which namespace."""
         self.tell(facts.RemoteOpened(self.namespace))
 
     def reset(self) -> None:
@@ -90,7 +90,7 @@ class RemoteWorld(LowerWorld):
         self.namespace = f"print/own {self.resets}"
 
     def add(self, name: str, text: str, *, reads_cache: bool = True, answers: bool = True) -> Req:
-        """Add a request as in `World`. The store answers at once, or when the test calls `answer`."""
+        """Add a request as in `World`. The remote tier answers at once, or when the test calls `answer`."""
         request = super().add(name, text, reads_cache=reads_cache)
         asks = self.remote.take_asks()
         self.asked += [Ask(*ask, self.namespace) for ask in asks]
@@ -103,7 +103,7 @@ class RemoteWorld(LowerWorld):
             self.answer_one(0)
 
     def answer_one(self, number: int, how: str = "true") -> None:
-        """Answer one query: "true", "lies" (the store claims to have everything), or "fails"."""
+        """Answer one query: "true", "lies" (the remote tier claims to have everything), or "fails"."""
         ask, last = self.asked.pop(number), len(self.ranks) - 1
         has = [key for key in ask.keys if how == "lies" or (ask.namespace, key, last) in self.store]
         lacks = [key for key in ask.keys if key not in has]
@@ -140,7 +140,7 @@ class RemoteWorld(LowerWorld):
     def _put(
         self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...], takes: int
     ) -> JobReport:
-        """Write values to the store. A call that fails may still have written its values."""
+        """Write values to the remote tier. A call that fails may still have written its values."""
         wrong = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten or at in corrupt]
         right = [at for at in range(len(job.slots)) if at not in wrong]
         for at in right[:takes]:
@@ -154,7 +154,7 @@ class RemoteWorld(LowerWorld):
         return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
 
     def _get(self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...]) -> JobReport:
-        """Read values from the store, copying the valid ones into their slots."""
+        """Read values from the remote tier, copying the valid ones into their slots."""
         wrong, missing = list[int](), list[int]()
         for at, (slot, key) in enumerate(zip(job.slots, job.targets, strict=True)):
             value = self.store.get((job.extra, key, rank))
@@ -173,24 +173,27 @@ class RemoteWorld(LowerWorld):
         return {**super()._reachable(rank), "remote_works": rank not in self.unreached}
 
     def fails(self, *ranks: int, works: bool = False) -> None:
-        """Report that the store does not answer these ranks (by default all) or, if `works`, that it answers again."""
+        """Report that the remote tier does not answer these ranks, by default all ranks.
+
+        If `works` is true, report instead that it answers again.
+        """
         for rank in ranks or self.ranks:
             (self.unreached.discard if works else self.unreached.add)(rank)
             self._tell_report(rank)
 
     def evicted(self) -> int:
-        """Return how many blocks the host has evicted that had not been fetched from the store."""
+        """Return how many blocks the host has evicted that had not been fetched from the remote tier."""
         return super().evicted() - self.copied(Direction.LOAD)
 
     def copied(self, direction: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
-        """Return how many blocks have been copied to or from the store with this outcome."""
+        """Return how many blocks have been copied to or from the remote tier with this outcome."""
         return self.copies_of(Tier.REMOTE, direction, outcome)
 
     def remote_jobs(self, direction: Direction) -> list[JobId]:
         return self.jobs_of(Tier.REMOTE, direction)
 
     def in_store(self, text: str, rank: int = 0) -> str:
-        """Return which blocks of a text the store has, as one character per block, x or a dot."""
+        """Return which blocks of a text the remote tier has, as one character per block, x or a dot."""
         namespace = self.remote.namespace
         keys = keys_of(text, self.groups[0])
         return "".join("x" if (namespace, key, rank) in self.store else "." for key in keys)
@@ -200,7 +203,7 @@ class RemoteWorld(LowerWorld):
         self.store[self.remote.namespace, keys_of(text, self.groups[0])[-1], rank] = Value(GARBAGE, 0)
 
     def share(self, text: str) -> None:
-        """Compute a text, let a lookup find it again, and write it to the store."""
+        """Compute a text, let a lookup find it again, and write it to the remote tier."""
         self.serve("first", text)
         self.serve("again", text)
         for _ in range(10):

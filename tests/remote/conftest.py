@@ -27,7 +27,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 @pytest.fixture(params=["mooncake", "bucket"])
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the URL of a store of each kind, whose credentials are in the environment."""
+    """Return the URL of a remote tier of each kind, whose credentials are in the environment."""
     server: Mooncake | Bucket = request.getfixturevalue(request.param)
     if isinstance(server, Bucket):
         server.reach(monkeypatch)

@@ -1,4 +1,4 @@
-"""A store in memory that fails or answers as the test says."""
+"""A remote tier in memory that fails or answers as the test says."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FakeStore:
         values: the values by name.
         fails: whether every call raises.
         is_gone: whether every call raises `RemoteGone`.
-        is_full: whether the store accepts no values.
+        is_full: whether the remote tier accepts no values.
         gate: if set, every call waits at this gate.
         calls: the calls, in order.
         registered: how often memory was registered.

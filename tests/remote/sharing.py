@@ -1,4 +1,4 @@
-"""Engines that share a real store."""
+"""Engines that share a real remote tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 30.0
 
 
 class Served:
-    """A real engine with the plugin and real threads, connected to a real store."""
+    """A real engine with the plugin and real threads, connected to a real remote tier."""
 
     def __init__(self, url: str | None, kind: str = "full", *, ranks: int = 1, **extra: object) -> None:
         self.kind = kind
@@ -51,7 +51,7 @@ class Served:
             self.engine.step()
 
     def opened(self) -> Served:
-        """Step until each rank has connected to the store and allocated host memory. Earlier fetches are
+        """Step until each rank has connected to the remote tier and allocated host memory. Earlier fetches are
         impossible.
         """
         state = self.offload.core.state.remote

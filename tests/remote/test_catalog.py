@@ -1,4 +1,4 @@
-"""The generation that engines share, as seen by each scheduler, with a store in memory and a test clock."""
+"""The generation that engines share, as seen by each scheduler, with a remote tier in memory and a test clock."""
 
 from __future__ import annotations
 

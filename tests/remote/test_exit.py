@@ -1,4 +1,4 @@
-"""Engines and processes end while calls to a real store run or hang."""
+"""Engines and processes end while calls to a real remote tier run or hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real store's failures cost only hits: no token is wrong, and no request or shutdown waits too long.
+"""A real remote tier's failures cost only hits: no token is wrong, and no request or shutdown waits too long.
 
 `Served.run` compares every answer with the answer of an engine without offloading, and fails if a step takes
 too long.
@@ -47,7 +47,7 @@ PROMPTS = [text(seed, 10 * BLOCK) for seed in range(10, 14)]
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines notice quickly that a store is gone, even without requests, and find new packs in a bucket
+    """Let engines notice quickly that a remote tier is gone, even without requests, and find new packs in a bucket
     at once.
     """
     monkeypatch.setattr(remote_catalog, "LOOK_PERIOD_S", 0.05)
@@ -104,7 +104,10 @@ def meet(first: Served, second: Served) -> None:
 def check_gone_and_back(
     first: Served, second: Served, fail: Callable[[], object], restore: Callable[[], object]
 ) -> list[dict[str, Any]]:
-    """Let two engines share, make the store fail during a request, then let them share again; return the log lines."""
+    """Let two engines share, make the remote tier fail during a request, and let them share again.
+
+    Return the log lines.
+    """
     for prompt in PROMPTS[:2]:
         share(first, prompt)
     check_found(second, PROMPTS[0])
@@ -234,7 +237,7 @@ def errors(engine: Served) -> dict[str, float]:
 
 
 def check_refused(engine: Served, reason: str) -> None:
-    """Check that the store refuses the blocks, that one line logs this, and that the store stays open."""
+    """Check that the remote tier refuses the blocks but stays open, and that one line logs this."""
     with capture_logs() as lines:
         for prompt in PROMPTS[1:3]:
             had = engine.copied(STORE, TierOutcome.FAILED)
@@ -248,7 +251,7 @@ def check_refused(engine: Served, reason: str) -> None:
 
 
 def fill(server: Mooncake) -> None:
-    """Fill the store so that no block fits. Pinned objects are not evicted."""
+    """Fill the remote tier so that no block fits. Pinned objects are not evicted."""
     from mooncake.store import ReplicateConfig
 
     store, pinned, size = other_writer(server), ReplicateConfig(), 2**20

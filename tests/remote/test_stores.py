@@ -1,4 +1,4 @@
-"""Both kinds of real store behind the common interface: values are stored, and each missing key is reported."""
+"""Both kinds of real remote tier behind the common interface: values are stored, and each missing key is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that share a real store find each other's prefixes, but no block from before a reset."""
+"""Engines that share a real remote tier find each other's prefixes, but no block from before a reset."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class Pool:
 class Side:
     """One scheduler side, by default with 50 host slots. Requests with the same `prefix` have common blocks.
 
-    A side with a disk or a store needs a portal.
+    A side with a disk or a remote tier needs a portal.
     """
 
     def __init__(

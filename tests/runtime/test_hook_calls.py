@@ -152,7 +152,7 @@ def test_a_step_without_an_answer_does_not_poll_a_store() -> None:
     with patch("kvoffload.runtime.remote_catalog.open_store", lambda *_: FakeStore()):
         plain, shared = Side(portal=True), Side(portal=True, remote=store)
     for side in (plain, shared):
-        for number in range(4):  # probes the store, then reads its generation
+        for number in range(4):  # probes the remote tier, then reads its generation
             side.side.lookup(side.seen(f"{number}"), 0)
             side.allocated(f"{number}")
             side.step()

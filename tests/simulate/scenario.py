@@ -143,7 +143,7 @@ def _with_disk(scenario: Scenario) -> Scenario:
 
 
 def _with_store(scenario: Scenario) -> Scenario:
-    """Return the scenario with a shared store and its faults."""
+    """Return the scenario with a shared remote tier and its faults."""
     draws = scenario.draws("store")
     trouble = STORE_TROUBLES[draws.choice([*STORE_TROUBLES, "none", "some"])]
     usual_s = draws.choice([0.0, 0.001, 0.01, scenario.timeout_s / 3])

@@ -1,8 +1,7 @@
-"""A shared store with random faults. The store outlives engines, and other engines write under the same
-names.
+"""A shared remote tier with random faults. It outlives engines, and other engines write under the same names.
 
-Its calls take simulated time, on threads that run one at a time (`tests/simulate/disk.py`). The engine's own
-thread must not call the store.
+Calls of the remote tier take simulated time, on threads that run one at a time (`tests/simulate/disk.py`). The
+engine's own thread must not call the remote tier.
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ _HINTS = 100
 
 @dataclass(frozen=True)
 class StoreOdds:
-    """The probabilities of the store's faults. Times are in seconds.
+    """The probabilities of the remote tier's faults. Times are in seconds.
 
     Args:
         error: nothing is done, and the call raises.
         torn: a part is done, and the call raises.
         late: the call takes about as long as its time limit, or twice as long.
         hang: the call returns when the run is over.
-        untrue: the store reports a block that it lacks, or the opposite.
-        gone: the store does not deliver a value.
-        cut: the store delivers the beginning of a value.
-        flip: the store delivers a value with a wrong bit.
-        mixed: the store delivers another block's value.
-        full: the store does not accept a value.
-        lost: the store reports that it has accepted a value, but loses it.
+        untrue: the remote tier reports a block that it lacks, or the opposite.
+        gone: the remote tier does not deliver a value.
+        cut: the remote tier delivers the beginning of a value.
+        flip: the remote tier delivers a value with a wrong bit.
+        mixed: the remote tier delivers another block's value.
+        full: the remote tier does not accept a value.
+        lost: the remote tier reports that it has accepted a value, but loses it.
         usual_s: the longest time of a call that is neither late nor hanging.
         timeout_s: the timeout that `late` refers to.
     """
@@ -81,7 +80,7 @@ class StoreOdds:
 
 
 class SimStore:
-    """The store, which also stands for every connection to it.
+    """The remote tier, which also stands for every connection to it.
 
     Args:
         draws: the random numbers.
@@ -154,7 +153,7 @@ class SimStore:
         self._raise_if(is_torn)
 
     def register(self, buffer: memoryview) -> None:
-        """Do nothing: the store can use any memory."""
+        """Do nothing: the remote tier can use any memory."""
 
     def close(self) -> None:
         """Do nothing: there is no connection."""

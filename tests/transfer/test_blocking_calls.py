@@ -1,4 +1,4 @@
-"""Calls that may block, with the settings for a store and for a disk, on an executor that the test runs."""
+"""Calls that may block, with the settings for a remote tier and for a disk, on an executor that the test runs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Rig:
         self.calls.poll()
 
     def pause(self) -> int:
-        """Let the store work again; return how many seconds pass before calls are made again."""
+        """Let the remote tier work again; return how many seconds pass before calls are made again."""
         self.store.fails, seconds = False, 0
         while not self.calls.works:
             self.turn(1.0)
@@ -155,7 +155,7 @@ def test_a_store_that_answers_probes_and_delivers_nothing_gets_one_call_between_
 
 
 def test_writes_that_are_answered_neither_hide_failing_reads_nor_end_the_trial() -> None:
-    """A store's master may itself answer that the value already exists, even while reads fail."""
+    """A remote tier's master may itself answer that the value already exists, even while reads fail."""
     rig = Rig()
     rig.open()
     pauses: list[int] = []

@@ -1,4 +1,4 @@
-"""Copies between real host memory and a store in memory. Only verified bytes reach a host slot."""
+"""Copies between real host memory and a remote tier in memory. Only verified bytes reach a host slot."""
 
 from __future__ import annotations
 

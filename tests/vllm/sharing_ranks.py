@@ -1,5 +1,4 @@
-"""Tests that stock vLLMs with two tensor-parallel ranks, running one after the other, share blocks in a real
-store.
+"""Tests that stock vLLMs with two tensor-parallel ranks, which run one after the other, share a real remote tier.
 
 `make sharing-ranks` runs this file. It takes some minutes.
 """

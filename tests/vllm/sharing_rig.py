@@ -1,4 +1,4 @@
-"""Engines that share a real store: one engine in this process, or several engines in separate processes."""
+"""Engines that share a real remote tier: one engine in this process, or several engines in separate processes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Sharing:
         return self.rig.side.core.state.remote
 
     def wait_until_usable(self) -> None:
-        """Step until each rank is connected to the store and has host memory. Before that, nothing can be
+        """Step until each rank is connected to the remote tier and has host memory. Before that, nothing can be
         fetched.
         """
         while not (self.remote.is_usable and self.rig.side.gauges()["kvoffload_capacity_slots"]["host",]):
@@ -62,7 +62,7 @@ class Sharing:
 def sharing(
     model: Path, folder: Path, url: str, workers: int = 1, kind: checkpoints.Kind = "qwen3", **options: Any
 ) -> Iterator[Sharing]:
-    """Run an engine with a store and without a disk during the `with` block.
+    """Run an engine with a remote tier and without a disk during the `with` block.
 
     The engine's process counts as started now, because weights that are newer than the process are refused.
     """
@@ -97,7 +97,7 @@ class _Host:
     def start(
         self, model: Path, folder: Path, url: str | None, workers: int = 1, kind: checkpoints.Kind = "qwen3"
     ) -> str:
-        """Start an engine, without a connector if `url` is None. Return the engine's namespace in the store."""
+        """Start an engine, without a connector if `url` is None. Return the engine's namespace in the remote tier."""
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1" if workers == 2 else "0"
         if url is None:
             self._rig = self._running.enter_context(plain(kind, folder))

@@ -1,4 +1,4 @@
-"""Runs mixed traffic on two stock vLLMs that share a store, with aborts, a reset, a restart and a kill.
+"""Runs mixed traffic on two stock vLLMs that share a remote tier, with aborts, a reset, a restart and a kill.
 
 Every answer must equal that of an engine without a connector. At the end, the audit must find no problem.
 

@@ -91,7 +91,7 @@ def serve_at_once(both: list[Apart], expected: Answers) -> None:
 
 
 def share(engine: Apart, asked: dict[str, Asked], expected: Answers) -> None:
-    """Serve a prefix again and again, until its blocks are in the store."""
+    """Serve a prefix again and again, until its blocks are in the remote tier."""
     had = engine.do("copied", STORE)
     while engine.do("copied", STORE) < had + BLOCKS:
         check_same(engine.do("ask", asked), expected)

@@ -131,7 +131,7 @@ def reported(batches: Sequence[Any], medium: str, locality: str) -> list[Any]:
 def test_blocks_on_lower_tiers_are_published_with_their_medium(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks that are found again are written to the disk and to the store. Resetting both caches removes
+    """Blocks that are found again are written to the disk and to the remote tier. Resetting both caches removes
     them.
     """
     (bucket_folder := tmp_path / "bucket").mkdir()

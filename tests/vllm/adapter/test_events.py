@@ -256,7 +256,7 @@ def test_each_tier_publishes_its_stored_and_removed_blocks() -> None:
 
 
 def test_a_block_stored_before_its_note_is_published_when_the_note_is_made() -> None:
-    """The block is on the disk or in the store, but this engine has not computed it yet."""
+    """The block is on the disk or in the remote tier, but this engine has not computed it yet."""
     published, indexes, large = tiers()
     for tier in (Tier.DISK, Tier.REMOTE):
         indexes[tier].add(large[:2], [SlotId(0), SlotId(1)])

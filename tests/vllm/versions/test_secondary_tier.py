@@ -83,7 +83,7 @@ def living(
     engine: Mapping[str, object] | None = None,
     **settings: object,
 ) -> Iterator[Life]:
-    """Run an engine with the tier on a folder or on a store during the `with` block.
+    """Run an engine with the tier on a folder or on a remote tier during the `with` block.
 
     The engine's process counts as started now, because weights that are newer than the process are refused.
     """
@@ -235,7 +235,7 @@ def test_a_second_engine_finds_the_first_engines_blocks_in_a_store(before: Befor
     with living(tmp_path, store=store) as life:
         assert tokens(life.ask()) == tokens(before.answers)
     with living(tmp_path, store=store) as life:
-        found = life.ask()  # each lookup waits until the store answers
+        found = life.ask()  # each lookup waits until the remote tier answers
         assert (tokens(found), cached(found)) == (tokens(before.answers), ALL)
         assert life.count("remote", "load", "done") > 0
 
