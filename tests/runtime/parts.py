@@ -115,6 +115,11 @@ class Side:
         self.side.allocated(facts.BlocksAllocated(RequestId(name), (table,), 0, external))
         self.last_table = table
 
+    def name_blocks(self, prefix: str) -> None:
+        """Give the keys of this prefix to the blocks that were allocated last."""
+        for position, block in enumerate(self.last_table):
+            self.pool.names[block] = BlockKey(f"{prefix}{position}".encode())
+
     def step(
         self,
         *confirmed: tuple[str, int],
@@ -151,8 +156,7 @@ class Side:
         name = f"first-{prefix}"
         self.seen(name, prefix, blocks)
         self.allocated(name, blocks=blocks)
-        for position, block in enumerate(self.last_table):
-            self.pool.names[block] = BlockKey(f"{prefix}{position}".encode())
+        self.name_blocks(prefix)
         plan = self.step((name, blocks * BLOCK))
         for rank in range(self._ranks):
             self.done(plan, rank=rank)

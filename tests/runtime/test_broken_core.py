@@ -76,8 +76,7 @@ def test_r5_blocks_leased_for_a_job_that_never_came_to_be_are_released(
     side = Side()
     side.seen("a")
     side.allocated("a")
-    for position, block in enumerate(side.last_table):
-        side.pool.names[block] = f"p{position}".encode()  # type: ignore[assignment]
+    side.name_blocks("p")
     leases = side.side.core.state.leases
     take = leases.take
 
@@ -135,8 +134,7 @@ def test_blocks_stay_leased_while_a_worker_copies_though_the_core_lost_count(
     side = Side(ranks=2)
     side.seen("a")
     side.allocated("a")
-    for position, block in enumerate(side.last_table):
-        side.pool.names[block] = f"p{position}".encode()  # type: ignore[assignment]
+    side.name_blocks("p")
     plan = side.step(("a", RELOAD))
     monkeypatch.setattr(side.side.core.stores, "reported", boom)
     side.done(plan, rank=0)

@@ -116,7 +116,7 @@ def test_the_oldest_job_is_reported_while_there_is_one() -> None:
     side.clock.jump(5)
     side.seen("b", prefix="q")
     side.allocated("b")
-    side.pool.names.update((block, f"q{place}".encode()) for place, block in enumerate(side.last_table))  # type: ignore[misc]
+    side.name_blocks("q")
     store = side.step(("b", RELOAD))
     assert store.stores
     assert side.side.gauges()["kvoffload_oldest_job_timestamp_seconds"][()] == first

@@ -13,7 +13,7 @@ from kvoffload.disk.index import IndexHeader, encode_header, load_index
 from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, open_folder
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO
-from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.model.ids import RequestId
 from kvoffload.model.wire import Direction, JobReport, TransferPlan
 from kvoffload.runtime import disk_catalog
 from tests.captured_logs import capture_logs
@@ -178,9 +178,7 @@ def test_without_requests_an_engine_steps_for_its_host_and_as_long_as_the_drain_
     side.seen("runs", "b")
     assert side.side.has_work, "a step of any request ends the copy on the disk"
     side.allocated("runs")
-    side.pool.names.update(
-        {block: BlockKey(f"b{place}".encode()) for place, block in enumerate(side.last_table)}
-    )
+    side.name_blocks("b")
     plan = side.step(("runs", RELOAD))
     assert plan.stores
     side.ended("runs")

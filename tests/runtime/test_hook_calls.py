@@ -61,8 +61,7 @@ def hooks(side: Side) -> dict[str, Callable[[], object]]:
     side.seen(busy, "busy")
     side.side.lookup(busy, 0)
     side.allocated(busy)
-    for position, block in enumerate(side.last_table):
-        side.pool.names[block] = BlockKey(f"busy{position}".encode())
+    side.name_blocks("busy")
     side.step()
     new, back = RequestId("new"), RequestId("back")
     side.seen(back, "shared")

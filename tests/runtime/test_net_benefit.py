@@ -9,7 +9,6 @@ import pytest
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO
 from kvoffload.model.events import NetBenefitTurned
-from kvoffload.model.ids import BlockKey
 from kvoffload.model.wire import JobReport, TransferPlan
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
 from tests.settings import make_config
@@ -146,9 +145,7 @@ def storing(side: Side) -> TransferPlan:
     """Return the plan that contains the store of a running request."""
     side.seen("s", "s")
     side.allocated("s")
-    side.pool.names.update(
-        {block: BlockKey(f"s{position}".encode()) for position, block in enumerate(side.last_table)}
-    )
+    side.name_blocks("s")
     plan = side.step(("s", RELOAD), decode=8)
     assert plan.stores
     return plan

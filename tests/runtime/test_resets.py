@@ -52,7 +52,7 @@ def test_copies_of_after_a_reset_are_not_waited_for() -> None:
     reported = received(side)
     side.seen("b", prefix="q")
     side.allocated("b")
-    side.pool.names.update((block, f"q{place}".encode()) for place, block in enumerate(side.last_table))  # type: ignore[misc]
+    side.name_blocks("q")
     assert side.step(("b", RELOAD)).stores
     side.done(load)
     assert reported == [ResetEnded(1, 0)]
@@ -83,10 +83,7 @@ def test_answer_metric_and_log_agree_at_any_time(seed: int) -> None:
         found = side.side.lookup(RequestId(name), 0)
         side.allocated(name, found or 0)
         open_requests.append(name)
-        side.pool.names.update(
-            (block, f"p{number % 3}-{place}".encode())  # type: ignore[misc]
-            for place, block in enumerate(side.last_table)
-        )
+        side.name_blocks(f"p{number % 3}-")
         plans.append(side.step((name, RELOAD)))
         while plans and choose.random() < 0.5:
             side.done(plans.pop(choose.randrange(len(plans))))
