@@ -1,4 +1,8 @@
-"""`kvoffload vllm-args`: prints the command-line arguments with which a stock vLLM uses kvoffload."""
+"""`kvoffload vllm-args`: prints the command-line arguments with which a stock vLLM uses kvoffload.
+
+They name prefix caching, too, without which the connector refuses to start: vLLM has it off by default for models without
+attention.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,7 @@ HELP = "print the arguments with which vLLM uses kvoffload"
 
 _FORMS = ("flag", "dotted", "yaml", "python")
 _KEY = "kv_connector_extra_config"
+_CACHING = "--enable-prefix-caching"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +59,7 @@ def transfer_config(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _flag(config: Mapping[str, object]) -> str:
-    return f"--kv-transfer-config {shlex.quote(json.dumps(config, separators=(',', ':')))}"
+    return f"{_CACHING} --kv-transfer-config {shlex.quote(json.dumps(config, separators=(',', ':')))}"
 
 
 def _dotted(config: Mapping[str, object]) -> str:
@@ -62,9 +67,8 @@ def _dotted(config: Mapping[str, object]) -> str:
     extra = config[_KEY]
     assert isinstance(extra, dict)
     pairs |= {f"{_KEY}.{name}": value for name, value in extra.items()}
-    return " ".join(
-        f"--kv-transfer-config.{name} {shlex.quote(_word(value))}" for name, value in pairs.items()
-    )
+    words = (f"--kv-transfer-config.{name} {shlex.quote(_word(value))}" for name, value in pairs.items())
+    return " ".join([_CACHING, *words])
 
 
 def _word(value: object) -> str:
@@ -72,7 +76,7 @@ def _word(value: object) -> str:
 
 
 def _yaml(config: Mapping[str, object]) -> str:
-    lines = ["kv-transfer-config:"]
+    lines = ["enable-prefix-caching: true", "kv-transfer-config:"]
     for name, value in config.items():
         if isinstance(value, dict):
             lines += [f"  {name}:", *(f"    {key}: {json.dumps(one)}" for key, one in value.items())]
@@ -83,7 +87,7 @@ def _yaml(config: Mapping[str, object]) -> str:
 
 def _python(config: Mapping[str, object]) -> str:
     arguments = "".join(f"    {name}={_literal(value)},\n" for name, value in config.items())
-    return f"kv_transfer_config=KVTransferConfig(\n{arguments})"
+    return f"enable_prefix_caching=True,\nkv_transfer_config=KVTransferConfig(\n{arguments})"
 
 
 def _literal(value: object) -> str:

@@ -42,13 +42,13 @@ def test_the_readme_shows_the_printed_flag(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_by_default_a_flag_with_valid_json_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    flag, value = shlex.split(printed(capsys))
-    assert flag == "--kv-transfer-config"
+    caching, flag, value = shlex.split(printed(capsys))
+    assert (caching, flag) == ("--enable-prefix-caching", "--kv-transfer-config")
     assert json.loads(value) == WANTED
 
 
 def test_other_settings_are_added(capsys: pytest.CaptureFixture[str]) -> None:
-    _, value = shlex.split(
+    *_, value = shlex.split(
         printed(capsys, "--config", "verify=sample", "--config", '{"store_policy":"lazy"}')
     )
     assert json.loads(value)["kv_connector_extra_config"] == {
@@ -86,7 +86,7 @@ def test_the_size_of_host_memory_is_given_once(
 
 def test_the_size_of_host_memory_may_be_among_the_other_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["vllm-args", "--config", '{"host_bytes": "64GiB"}']) == 0
-    assert json.loads(shlex.split(capsys.readouterr().out)[1]) == WANTED
+    assert json.loads(shlex.split(capsys.readouterr().out)[-1]) == WANTED
 
 
 @pytest.mark.vllm
@@ -103,14 +103,16 @@ def test_a_stock_vllm_reads_every_form_in_the_same_way(
 
     said = printed(capsys, "--form", form, "--config", "min_load_tokens=64")
     if form == "python":
-        found = eval(said.removeprefix("kv_transfer_config="), {"KVTransferConfig": KVTransferConfig})
+        given = eval(f"dict({said})", {"KVTransferConfig": KVTransferConfig})
     else:
         argv = shlex.split(said)
         if form == "yaml":
             (tmp_path / "vllm.yaml").write_text(said)
             argv = ["--config", str(tmp_path / "vllm.yaml")]
         parser: Any = EngineArgs.add_cli_args(FlexibleArgumentParser())
-        found = parser.parse_args(argv).kv_transfer_config
-        found = KVTransferConfig(**found) if isinstance(found, dict) else found
+        given = vars(parser.parse_args(argv))
+    found = given["kv_transfer_config"]
+    found = KVTransferConfig(**found) if isinstance(found, dict) else found
+    assert given["enable_prefix_caching"] is True
     wanted = {**WANTED, "kv_connector_extra_config": {"host_bytes": "64GiB", "min_load_tokens": 64}}
     assert {name: getattr(found, name) for name in wanted} == wanted
