@@ -1,7 +1,7 @@
 """Measures how long loads take while stores are queued.
 
 The bench calls the worker's side as an engine's hooks would. It polls as often as a fast engine with short
-steps. A load's time is from its submission to the poll that reports it.
+steps. A load is timed from its submission to the poll that reports it.
 """
 
 from __future__ import annotations

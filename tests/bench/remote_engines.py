@@ -144,7 +144,7 @@ async def _without_a_store(args: argparse.Namespace) -> float:
 
 
 async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float, float, float]:
-    """Stop the process that has the values for a while.
+    """For a while, stop the process that has the values.
 
     Returns:
         Tokens per second of an engine that uses the remote tier: before, during and after the stop.

@@ -24,7 +24,7 @@ Served: TypeAlias = "tuple[Engine, SchedulerSide]"
 OUTGROWS = DemoOptions(
     conversations=12, turns=10, first_tokens=384, turn_tokens=96, answer_tokens=24, model="tiny"
 )
-"""Conversations that do not fit in `HOST`."""
+"""Conversations that do not fit in the host memory of `HOST`."""
 HOST: Mapping[str, object] = {"host_bytes": "18MiB"}
 NEVER = 2**30
 """A minimum number of hits that no block reaches, so that nothing is written to the tier."""

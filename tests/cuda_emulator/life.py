@@ -60,9 +60,9 @@ class Steps:
         self.engine: KernelEngine = engine
         self.side, self.blocks, self.slots, self.most = side, blocks, slots, most
         self.draws = random.Random(seed)
-        # The seed of each device block's contents. Blocks that a load is filling are left out.
+        # For each device block, the seed of its contents. Blocks that a load is filling are left out.
         self.contents: dict[int, int] = {}
-        # The seed of each host slot's contents, once the slot's store was reported.
+        # For each host slot whose store was reported, the seed of its contents.
         self.stored: dict[int, int] = {}
         self.open: dict[int, tuple[DeviceJob, tuple[int, ...]]] = {}
         self.outcomes: list[tuple[int, CopyOutcome]] = []

@@ -59,7 +59,7 @@ class TorchEngine:
 
     @property
     def wrong(self) -> int:
-        """How many reads found wrong bytes. Waits for the device first."""
+        """Wait for the device, and return how many reads found wrong bytes."""
         return int(self._wrong.item())
 
     def enter(self) -> None:

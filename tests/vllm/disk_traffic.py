@@ -35,7 +35,7 @@ LONGEST = 320
 AT_ONCE = 5
 STORIES = 120
 _NAMES = 0
-Turn = tuple[int, int]  # a conversation's number, and the turn's number in it
+Turn = tuple[int, int]  # the number of a conversation, and the number of a turn in this conversation
 
 
 def conversations(seed: int, count: int = STORIES) -> dict[Turn, Asked]:

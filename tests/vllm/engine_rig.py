@@ -369,7 +369,7 @@ def plain(kind: checkpoints.Kind, folder: Path, **options: Any) -> Iterator[Rig]
 
 
 def corrupt_host(rig: Rig, position: int = 0) -> None:
-    """Overwrite one of the host's blocks that can be found: the one at `position`, in the order of slots."""
+    """Overwrite the host block at `position`, in the order of slots. Only blocks that can be found count."""
     pool, arena = rig.side.core.state.pool, rig.pump._arena
     ready = [slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) == SlotState.READY]
     for region in range(len(arena.layout.regions)):

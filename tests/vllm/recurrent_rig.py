@@ -225,7 +225,7 @@ def aborted(on: Stage) -> dict[str, Reported]:
 
 
 def reset(on: Stage) -> dict[str, Reported]:
-    """Reset, and check that no earlier block is found. Return answers with blocks that were stored later."""
+    """Reset, and check that no earlier block is found. Return the answers of requests that load later blocks."""
     on.put_on_host()
     assert on.rig.connector.reset_cache()
     before = on.counted("kvoffload_load_blocks_total", "loaded")
@@ -263,7 +263,7 @@ def boundaries(on: Stage, *, are_on: bool) -> Iterator[None]:
 
 @contextmanager
 def lazily(on: Stage) -> Iterator[None]:
-    """Use `store_policy` "lazy" during the `with` block. No request may be running before it."""
+    """Use `store_policy` "lazy" during the `with` block. No request may be running when the block begins."""
     core = on.rig.side.core
     before, core._planner = core._planner, LazyPlanner(core.state, core.stores)
     yield

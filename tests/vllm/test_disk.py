@@ -76,7 +76,7 @@ class Life:
         rig.until(lambda: self.disk.is_open or self.disk.is_closed or serve())
 
     def push_out(self) -> None:
-        """Evict all prompts from device and host. Blocks that were found again are still on the disk."""
+        """Evict all prompts' blocks from device and host. Blocks that were found again are still on the disk."""
         self.rig.run(OTHERS)
         assert self.rig.scheduler.reset_prefix_cache()
 

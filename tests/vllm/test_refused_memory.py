@@ -39,7 +39,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str,
 def test_an_engine_runs_with_less_host_memory_than_requested(
     granted: int, ended: tuple[str, list[dict[str, Any]]]
 ) -> None:
-    """The engine gets none of the four chunks, or one."""
+    """The engine gets none or one of the four chunks that it requests."""
     log, engines = ended
     reported = engines[GRANTED.index(granted)]
     assert reported["capacity"] == reported["gauge"] == granted * PIECE_SLOTS

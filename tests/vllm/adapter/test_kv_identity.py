@@ -157,7 +157,7 @@ def test_whether_kv_depends_on_the_maximum_length(hf_config: dict[str, Any], *, 
 
 
 def test_every_rope_of_vllm_is_known() -> None:
-    """If vLLM has a new kind of RoPE, check whether its values depend on the longest request."""
+    """If this test finds a new kind of RoPE, check whether its values depend on the longest request."""
     from inspect import getsource
 
     from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -178,7 +178,7 @@ def test_every_use_of_the_maximum_length_in_vllm_is_known() -> None:
     decides = re.compile(r"max_model_len *[<>]|[<>]=? *[\w.]*max_model_len")
     paths = [path for part in ("models", "layers") for path in (root / part).rglob("*.py")]
     found = {path.name for path in paths if decides.search(path.read_text())}
-    # The first two change the KV. The others only limit a length.
+    # The first two files change the KV. The other files only limit a length.
     assert found == {"phi3_long_rope_scaled_rope.py", "llama4.py", "config.py", "voxtral_realtime.py"}
 
 

@@ -54,7 +54,7 @@ def attention(name: str = "FullAttentionSpec", **fields: Any) -> Any:
 
 
 def grouped(*members: Any) -> list[Any]:
-    """Return one group of two layers per spec, as vLLM groups them."""
+    """Return one KV cache group with two layers for each spec."""
     return [
         specs().KVCacheGroupSpec([f"{number}.{layer}" for layer in range(2)], spec)
         for number, spec in enumerate(members)

@@ -35,7 +35,7 @@ from tests.vllm.stock.engines import Answer, Server
 
 pytestmark = MARKS
 
-DEVICE_BLOCKS = 40  # these blocks have room for 1,248 tokens, and the prompts have thousands
+DEVICE_BLOCKS = 40  # room for 1,248 tokens; the prompts have thousands of tokens
 OPTIONS = {
     **engines.TWO_WORKERS,
     "seconds": START_S,

@@ -195,7 +195,7 @@ def run(setup: Setup, tests: Sequence[str]) -> Ran:
 
 
 def read_results(junit: str) -> dict[str, str]:
-    """Return each test's result. Tests of this folder are named without their file, and others with it."""
+    """Return each test's result by name. The name of a test outside this folder begins with its file."""
     results = {}
     for case in ElementTree.fromstring(junit).iter("testcase"):
         file = case.get("file", "")

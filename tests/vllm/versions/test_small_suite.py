@@ -123,7 +123,7 @@ def aborted(stage: Stage) -> dict[str, Reported]:
 
 
 def reset(stage: Stage) -> dict[str, Reported]:
-    """Reset, and check that no earlier block is found. Return answers with blocks that were stored later."""
+    """Reset, and check that no earlier block is found. Return the answers of requests that load later blocks."""
     stage.put_on_host()
     assert stage.rig.connector.reset_cache()
     before = stage.loaded()

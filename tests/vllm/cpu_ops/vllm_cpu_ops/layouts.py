@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
-# With "1", this layout is offered too. The variable is read whenever an engine is configured.
+# With "1", vLLM also offers the layout with blocks outermost. The variable is read whenever an engine is
+# configured.
 SWITCH = "VLLM_CPU_OPS_BLOCK_LAYOUTS"
 
 
