@@ -238,7 +238,7 @@ def test_a_low_limit_on_locked_memory_is_reported() -> None:
     argv = [sys.executable, "-m", "kvoffload", "doctor", "--json", "--config", '{"host_bytes": "1MiB"}']
     reported = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30, preexec_fn=lower)
     (locked,) = [one for one in json.loads(reported.stdout)["findings"] if one["check"] == "locked memory"]
-    # Without a GPU, the finding is that nothing is pinned; with a GPU, it is the limit.
+    # Without a GPU, the doctor finds that nothing is pinned. With a GPU, it reports the limit.
     assert "nothing is pinned" in locked["finding"] or "at most 64.0 KiB" in locked["finding"]
     assert (reported.returncode, reported.stderr) == (0, "")
 

@@ -1,6 +1,6 @@
 """A small plugin that uses every hook: it copies confirmed blocks to a dictionary and back.
 
-The plugin checks that the engine calls the hooks in the promised order. A test decides when its loads end.
+The plugin checks that the engine calls the hooks in the promised order. A test decides when the plugin's loads end.
 """
 
 from __future__ import annotations

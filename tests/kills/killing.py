@@ -247,7 +247,7 @@ def _standard_output(way: str, folder: Path) -> Iterator[tuple[FileIO | None, in
 
 
 def _prepare(kill: Kill | None) -> None:
-    """Set the terminal and the limit on file sizes. This runs in the new process."""
+    """In the new process, set the terminal and the limit on file sizes."""
     if kill is not None and kill.way == "closed terminal":
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
     if kill is not None and kill.way == "full disk":

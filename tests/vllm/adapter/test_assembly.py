@@ -14,8 +14,8 @@ from tests.vllm.engine_rig import MARKS
 pytestmark = MARKS
 
 
-# vLLM sets `data_parallel_size` to 1 in each engine of a dense model, and to the real number for a mixture of
-# experts.
+# In each engine of a dense model, vLLM sets `data_parallel_size` to 1. With a mixture of experts, it is the
+# number of engines.
 @pytest.mark.parametrize("engines_known", [1, 2])
 @pytest.mark.parametrize(("index", "file"), [(0, "journal"), (1, "journal.dp1")])
 def test_each_engine_of_a_server_has_its_own_journal(index: int, file: str, engines_known: int) -> None:
