@@ -80,7 +80,8 @@ class Check:
 
     Args:
         name: the name in the doctor's output. Never change it, because scripts and log queries rely on it.
-        find: returns the finding, or None if the check is about a feature that is off; an exception becomes a warning.
+        find: returns the finding, or None if the check is about a feature that is off. If it raises an exception, the
+            finding is a warning.
     """
 
     name: str
@@ -95,7 +96,8 @@ class Given:
         settings: kvoffload's settings in the engine's configuration; None if it contains none.
         sizes: the engine's sizes.
         checks: the adapter's checks.
-        parse: for an engine that keeps its own host tier: parses the settings of the lower tiers, or raises `ConfigError`.
+        parse: parses the settings, or raises `ConfigError`. It is given only for an engine with a host tier of its own,
+            which uses only kvoffload's lower tiers.
     """
 
     settings: Mapping[str, object] | None

@@ -102,7 +102,7 @@ def _host_pool(setup: Setup) -> Finding:
 
 
 def _copy_speed(setup: Setup) -> Finding:
-    # Each page is copied separately, so use the median page size, not one weighted by bytes.
+    # Each page is copied separately, so each page counts once for the median, whatever its size.
     pages = setup.sizes.page_bytes
     page = sorted(pages)[len(pages) // 2]
     share = next((share for size, share in SPEEDS if page >= size), None)
@@ -160,6 +160,6 @@ CHECKS = (
     Check("huge pages", _huge_pages),
 )
 COPY_SPEED = Check("copy speed", _copy_speed)
-"""The check of copy speed, for setups whose page sizes are known."""
+"""Run this check only if the setup's page sizes are known."""
 GPUS = (Check("gpu", _gpu), Check("memory node", _memory_node))
 """These checks call the driver, so they do not run at an engine's start."""

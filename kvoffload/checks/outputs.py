@@ -18,7 +18,8 @@ from kvoffload.transfer.host_memory import read_file
 _TIMEOUT_S = 2.0
 _NETWORKED = ("nfs", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
-_PROBE = "kvo1/probe"  # an empty object, which stays: an engine's credentials need not allow deleting
+# An empty object that is not deleted, because an engine's credentials need not allow that.
+_PROBE = "kvo1/probe"
 
 
 def _disk_space(setup: Setup) -> Finding | None:

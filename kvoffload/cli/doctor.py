@@ -1,6 +1,6 @@
 """`kvoffload doctor`: checks whether this machine is ready for an engine with these settings.
 
-The command starts no engine and leaves no files behind, only an empty object in a bucket that it checks.
+The command starts no engine. It leaves no files behind, except for an empty object in a bucket that it checks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from kvoffload.model.errors import ConfigError
 HELP = "check a machine and settings before an engine starts: ok, warning or error, with the remedy"
 
 ENTRY_POINT_GROUP = "kvoffload.doctors"
-"""The adapters' entry points. Each names a module that implements `Doctor`; this package must not import one."""
+"""The adapters' entry points. Each names a module that implements `Doctor`. Nothing else here may name an adapter."""
 
 _DEFAULT = "vllm"
 _CORRECT = "correct it; see `kvoffload settings`"

@@ -44,9 +44,9 @@ def say(text: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Replace control characters and bytes that are not UTF-8, which a terminal might interpret.
+    """Replace everything that a terminal might interpret: control characters, and bytes that are not UTF-8.
 
-    The names of files, models and servers may contain such characters.
+    The names of files, models and servers may contain them.
     """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 

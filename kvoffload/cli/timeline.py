@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     lines, output = opened(args, _SUFFIX)
     records = iter(lines)
     first = next(records)  # if the journal cannot be read, this line raises before the output file is created
-    # as private as the journal
+    # only its owner may read the trace, as for the journal
     with written(output, is_private=True) as file:
         write_trace(chain([first], records), file, lambda: lines.provenance)
     return lines.report(output)

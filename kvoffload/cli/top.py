@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HELP = "watch running servers by their metrics"
 
 _LEAST_INTERVAL_S = 0.1
-_TIMEOUT_S = 5.0  # for one scrape
+_TIMEOUT_S = 5.0  # the time limit of one scrape
 _LARGEST_PAGE = 64 << 20
 _SCHEMA = 2  # the JSON output's version: increase it when a field is removed or changes its meaning
 _TOKENS = "kvoffload_lookup_tokens_total"
@@ -267,7 +267,7 @@ def run(args: argparse.Namespace) -> int:
     servers = [Server(page_url(url)) for url in args.urls]
     if args.json or args.once or not sys.stdout.isatty():
         return _print_once(servers, args.interval, as_json=args.json)
-    with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to leave
+    with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end this command
         _watch(servers, max(args.interval, _LEAST_INTERVAL_S))
     return Exit.OK
 

@@ -75,7 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen parts, and say the verdict. The exit code reports a failed check or, if there is none, a missed goal.
+    """Run the chosen parts, and print their lines and the verdict. Return the exit code.
+
+    The exit code says whether a check has failed or, if not, whether a goal was missed.
 
     Raises:
         CommandError: there is no GPU, a part is unknown, or the output is not a file.
@@ -89,13 +91,14 @@ def run(args: argparse.Namespace) -> int:
     chosen = _chosen(args.only)
     log = args.output.with_suffix(".log")
     with written(log):
-        pass  # empties the log, and fails early if the folder is missing or not writable
+        pass  # this empties the log, and fails early if the folder is missing or not writable
     about, found = _about(options), list[Line]()
     for line in (line for part in chosen for line in lines_of(part, options, log)):
         if not found and line.is_met is False:
             raise CommandError(f"there is no GPU to check: {line.words}")
         found.append(_judged(line, found))
-        with written(args.output) as file:  # first, so that the file has everything printed
+        # Write the file before printing, so that it contains every line that was printed.
+        with written(args.output) as file:
             json.dump({**about, "lines": [_plain(one) for one in found]}, file, indent=1)
         print(json.dumps(_plain(found[-1])) if args.json else found[-1].text, flush=True)
         if line.is_last:

@@ -1,4 +1,4 @@
-"""Measures how long pinning takes, and how long driver calls wait while it runs."""
+"""Measures how long it takes to pin memory, and how long driver calls wait meanwhile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CODES = "0 712 712 0 713"
 
 
 def latencies(options: Options) -> Iterator[Line]:
-    """Yield how long pinning takes, and how long driver calls wait while memory is being pinned."""
+    """Yield how long it takes to pin memory, and how long driver calls wait meanwhile."""
     rig = Rig(options)
     yield from asked("pinning", _pinning(rig))
     for mib in _PINNED_MIB:

@@ -25,11 +25,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add nothing: SGLang's options are read from its command line."""
+    """Add nothing, because SGLang's options are read from its own command line."""
 
 
 def read_arguments(args: argparse.Namespace) -> Given:
-    """Return the settings, sizes and checks that SGLang's command line gives.
+    """Return the settings, sizes and checks that follow from SGLang's command line.
 
     Raises:
         ConfigError: an option or the extra config cannot be read.
@@ -45,7 +45,7 @@ def read_arguments(args: argparse.Namespace) -> Given:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return a parser of the options of SGLang that are checked."""
+    """Return a parser for those of SGLang's options that the checks need."""
     add = (parser := _Parser(add_help=False)).add_argument
     add("--enable-hierarchical-cache", "--enable-hicache", action="store_true")
     add("--disable-radix-cache", action="store_true")

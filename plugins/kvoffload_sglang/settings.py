@@ -1,4 +1,4 @@
-"""Our settings as keys of SGLang's `--hicache-storage-backend-extra-config`. This module does not import SGLang."""
+"""Reads kvoffload's settings from SGLang's `--hicache-storage-backend-extra-config`, without importing SGLang."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKEND: Mapping[str, object] = {
     "class_name": "KVOffloadStorage",
     "interface_v1": 1,
 }
-"""The keys by which SGLang finds our storage backend."""
+"""The part of the extra config by which SGLang finds kvoffload's storage backend."""
 
 OPTION = "--hicache-storage-backend-extra-config"
 _OF_SGLANG = {
@@ -30,10 +30,10 @@ _OF_SGLANG = {
 
 
 def check_settings(extra: Mapping[str, object]) -> OffloadConfig:
-    """Return our settings in SGLang's extra config.
+    """Return kvoffload's settings, read from SGLang's extra config.
 
     Raises:
-        ConfigError: a setting, the tiers' key or the remote tier's address cannot be used. The message lists all problems.
+        ConfigError: a setting, the tier key or the remote tier's address is invalid. The message lists all problems.
     """
     problems: list[str] = []
     if not extra.get("interface_v1"):

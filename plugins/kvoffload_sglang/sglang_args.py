@@ -1,4 +1,4 @@
-"""`kvoffload sglang-args`: prints the arguments that make a stock SGLang use kvoffload."""
+"""`kvoffload sglang-args`: prints the command-line arguments with which a stock SGLang uses kvoffload."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the arguments.
 
     Raises:
-        ConfigError: the settings cannot be used.
+        ConfigError: the settings are invalid.
     """
-    # Imported here, because every command imports this module.
+    # This import is not at the top, because every command imports this module, which must be fast.
     from kvoffload_sglang.settings import BACKEND, OPTION, check_settings
 
     extra = {**BACKEND, **read_settings(args.config, "--config")}

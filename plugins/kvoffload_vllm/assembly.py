@@ -147,7 +147,7 @@ def join_logging() -> None:
 def _replica(vllm_config: VllmConfig) -> int:
     """Return the engine's index among data-parallel engines.
 
-    The engine's data-parallel rank would not do: for a dense model, vLLM gives every engine rank 0.
+    The engine's data-parallel rank cannot be used, because vLLM gives every engine rank 0 if the model is dense.
     """
     return int(vllm_config.parallel_config.data_parallel_index)
 
@@ -155,7 +155,7 @@ def _replica(vllm_config: VllmConfig) -> int:
 def _lower_tiers(
     vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups, key: TierKey | None = None
 ) -> tuple[Identification | None, DiskPlace | None, RemotePlace | None]:
-    """Return the KV's identification, the disk tier's place and the remote tier's place; None for what is not used.
+    """Return the KV's identification, and the places of the disk tier and the remote tier; each is None if not used.
 
     Each data-parallel engine has its own files on the disk. All of these engines share the remote tier.
 

@@ -94,7 +94,8 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads ended. Only vLLM versions before 0.30 call this method.
 
-        They learn from `get_block_ids_with_load_errors` which loads failed, and only for models with one group.
+        These versions learn from `get_block_ids_with_load_errors` which loads failed, and only for models with one
+        group.
         """
         received = self.take_received()
         self._bad_blocks = received.bad_blocks

@@ -133,7 +133,9 @@ class BlockNotes:
                 self.late += [key for key in self._keys(block_hash, ratio) if key in self.awaited]
 
     def _drop_oldest(self, ratio: int) -> None:
-        """If there are too many notes, check two of them, and drop those whose block cannot be stored any more.
+        """If there are too many notes, check the two that were checked least recently.
+
+        A checked note is dropped if its block cannot be stored any more.
 
         With two checks for each new note, at most half of the notes are ones that could be dropped.
         """

@@ -1,4 +1,4 @@
-"""vLLM's part of `kvoffload gpu-check`: compares the speed of a vLLM engine with kvoffload and of one without.
+"""vLLM's part of `kvoffload gpu-check`: compares the speed of two vLLM engines, one with kvoffload and one without it.
 
 Both engines run the same model with vLLM's dummy weights, and one of them offloads to a large host memory. On a GPU
 they use CUDA graphs, because vLLM captures graphs in the same minute in which kvoffload pins host memory. The engines
@@ -42,7 +42,7 @@ RUNNING = 32
 PROMPT_TOKENS = 4 * BLOCK + 1
 TOKENS = 4 * BLOCK
 PAIRS = 6
-_SPARE_BYTES = 8 << 30  # the host memory that two engines need besides that for offloaded blocks
+_SPARE_BYTES = 8 << 30  # the host memory that two engines need in addition to that for offloaded blocks
 _PINNING_S = 240
 _PAUSE_S = 0.001
 ON_GPU: Mapping[str, Any] = {

@@ -128,7 +128,7 @@ def _found(part: Part, options: Options) -> Iterator[Line]:
 def plain(
     options: Options, model: Path, target: Path, engine: Mapping[str, Any], what: str
 ) -> Iterator[Line]:
-    """Run vLLM without kvoffload. Write its answers to a file, with how much they vary with the batch size.
+    """Run vLLM without kvoffload. Write to a file its answers, and how much these answers vary with the batch size.
 
     Args:
         options: the options of `kvoffload gpu-check`.
@@ -189,7 +189,7 @@ def offloading(
 
 
 def write_weights(folder: Path) -> None:
-    """Write a small model. Its weights are random, so that each token depends on the whole context."""
+    """Write a small model with random weights. They vary so much that each token depends on the whole context."""
     import torch
     import transformers
 

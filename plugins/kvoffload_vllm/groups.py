@@ -1,4 +1,4 @@
-"""Translates vLLM's KV cache groups into kvoffload's groups. Imports vLLM only if the caller does not pass a value.
+"""Translates vLLM's KV cache groups into kvoffload's groups. Imports vLLM only if an optional argument is left out.
 
 kvoffload numbers the groups that are offloaded, starting at 0. If a group is not offloaded, these numbers differ from
 vLLM's numbers, which vLLM's block tables and keys contain.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 _SEEDED = ("sha256", "sha256_cbor")
-"""Hash algorithms that newer versions of vLLM seed alike in every process."""
+"""Hash algorithms for which newer versions of vLLM use the same seed in every process."""
 
 _FROM_FOLDER = (
     "auto",

@@ -43,7 +43,8 @@ def preferred_layout(vllm_config: VllmConfig) -> str | None:
     vLLM calls this before the settings are validated, so only the setting `layout` is read here.
     """
     settings = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-    offers_layouts = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None  # vLLM 0.29 and newer
+    # vLLM 0.29 and newer have it.
+    offers_layouts = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
     return BLOCKS_OUTERMOST if offers_layouts and settings.get("layout") == "blocks" else None
 
 
@@ -142,7 +143,7 @@ def _older_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterat
 def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[DeviceRegion]:
     """Yield a region for each index of the dimensions outside the blocks, such as one for keys and one for values."""
     block_dim = _block_dimension(name, view, blocks)
-    # One of vLLM's blocks may consist of several blocks of the kernel.
+    # A block of vLLM may consist of several blocks of the attention kernel.
     kernel_blocks = view.shape[block_dim] // blocks
     item, strides = view.element_size(), view.stride()
     others = [d for d in range(view.dim()) if d != block_dim and view.shape[d] > 1]

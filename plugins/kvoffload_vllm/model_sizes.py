@@ -36,7 +36,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_ke
 """Values that vLLM's model classes use if a `config.json` does not contain them."""
 
 _FULL = "full_attention"
-_LARGEST_CONFIG = 1 << 20  # bytes
+_LARGEST_CONFIG = 1 << 20  # the size in bytes of the largest file that is read
 _SHOWN = 40  # the number of characters that an error message quotes from the file
 _BLOCK_TOKENS = 16  # vLLM's default block size
 _LARGEST_HEAD = 192  # if a head is larger, vLLM may choose larger blocks

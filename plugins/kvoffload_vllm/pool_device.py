@@ -1,4 +1,4 @@
-"""Gives the core access to vLLM's block pool. Leasing a block takes a reference to it."""
+"""Gives the core access to vLLM's block pool. A lease of a block is a reference to the block."""
 
 from __future__ import annotations
 

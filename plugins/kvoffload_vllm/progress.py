@@ -33,7 +33,7 @@ _Keys = tuple[tuple[BlockKey, ...], ...]
 _make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress] = partial(
     tuple.__new__, facts.Progress
 )
-"""Creates a `facts.Progress` three times faster than its own constructor, because a step creates many of them."""
+"""Creates a `facts.Progress` three times as fast as the constructor does, because a step creates many of them."""
 
 
 class KeyMaker:
@@ -143,7 +143,7 @@ class ProgressReports:
         self._every = self._reports_every(1)
         self.steps = 0
         self._soon: dict[str, int] = {}
-        """Requests to check: those that computed several tokens in a step since their last check, with that number."""
+        """The requests to check, because they computed several tokens in a step. The values are the numbers of tokens."""
         self._late: dict[str, _Table] = {}
         """For each request, the newly allocated blocks that were not reported yet."""
 

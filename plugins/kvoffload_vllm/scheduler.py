@@ -193,7 +193,7 @@ class VllmScheduler:
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
 
     def get_kv_connector_stats(self) -> KVOffloadStats | None:
-        """Return what changed in the metrics; None if nothing did. While the engine is busy, at most once a second."""
+        """Return how the metrics have changed, or None. While the engine is busy, return changes at most once a second."""
         if self._changes.now() < self._changes.next_s and (self._tracked or self.has_pending_push_work()):
             return None
         changes = self._changes.take()

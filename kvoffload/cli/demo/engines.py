@@ -118,7 +118,7 @@ def audit_engine(engine: Engine, name: str) -> list[str]:
 
 
 def audit_offloading(offload: SchedulerSide) -> list[str]:
-    """Return a message for each invariant that an idle scheduler's side breaks, and each slot or job left over."""
+    """Return a message for each invariant that an idle scheduler's side breaks, and each slot or job still in use."""
     return [f"offloading: {problem}" for problem in _problems(offload)]
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from kvoffload.engine.plugin import GroupKind
 
 LOCAL_STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
-"""Values of --remote for which the demo starts a local server, with the server's display name."""
+"""The values of --remote for which the demo starts a local server, each with the server's name for people to read."""
 LAYERS: dict[str, GroupKind] = {"full": "full", "window": "sliding_window", "recurrent": "recurrent"}
-"""Values of --layers, with the engine's name for that kind of layer."""
+"""The values of --layers, each with the engine's name for this kind of layer."""
 # The number of turns before the kill is at least 2, because only blocks that a later turn found again are spilled.
 _LEAST_BEFORE = 2
 _HOST_BYTES, _DISK_BYTES = "256MiB", "1GiB"

@@ -110,7 +110,7 @@ def _mismatches(one: Turn, other: Turn) -> Iterator[str]:
 
 
 def render(result: Numbers) -> str:
-    """Return the whole report."""
+    """Return the result as the text that the terminal shows."""
     parts = [_verdict(result)], _head(result), _compared(result), _offloading(result), _checks(result)
     return "\n\n".join("\n".join(part) for part in parts)
 

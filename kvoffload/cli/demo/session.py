@@ -53,7 +53,7 @@ async def run_demo(options: DemoOptions, screen: Screen, args: argparse.Namespac
         KVOffloadError: the demo cannot run with these options; nothing has been run.
         EngineError: an engine does not accept its settings, or has stopped.
     """
-    engine_config(options)  # called to refuse bad sizes and devices before a process starts
+    engine_config(options)  # raises an error for bad sizes and devices before any process is started
     registry = CollectorRegistry()
     # Open the port first, so that a port that cannot be used ends the demo at once.
     with serve(registry, *args.serve_metrics) if args.serve_metrics else nullcontext() as url:
