@@ -30,10 +30,11 @@ WITH_SGLANG = env $(AGAINST_WHEEL) SGLANG_USE_CPU_ENGINE=1 $(SGLANG) -m pytest
 VLLM_TESTS := tests/vllm --ignore=tests/vllm/versions
 BENCH = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.bench
 VLLM_BENCH = VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR) $(VLLM) -m tests.bench
+ON_SGLANG = PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(SGLANG)
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env sglang-env kernel-env tools clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env sglang-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -152,6 +153,9 @@ soak: venv vllm-env  ## run an hour of traffic; nothing may grow (long)
 
 vllm-demo: vllm-env  ## compare a stock vllm serve without and with kvoffload
 	@$(VLLM) tests/vllm/stock/demo.py $(ARGS)
+
+sglang-demo: sglang-env  ## kill a stock SGLang without and with kvoffload
+	@$(ON_SGLANG) tests/sglang/stock/demo.py $(ARGS)
 
 grafana: venv  ## start Prometheus and Grafana in containers, and a demo
 	docker compose -f dashboards/compose.yml up --detach --wait

@@ -21,6 +21,7 @@ from tests.sglang.stock.install import EXTENSIONS, PYTHON
 from tests.vllm.stock import engines as vllm
 
 PAGE = 16  # tokens per page
+_TIMEOUT_S = 120
 ADMIN = "of this test"  # SGLang only attaches a backend if the request has this key
 
 ENVIRONMENT: Mapping[str, str] = {
@@ -64,6 +65,7 @@ class Answer:
     # Prompt tokens that were not computed, by where they were cached: device, host or storage.
     cached: Mapping[str, Any]
     seconds: float
+    first_s: float  # seconds until the first token
 
     @property
     def stored(self) -> int:
@@ -82,27 +84,35 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
 class Server(vllm.Server):
     def send(self, method: str, path: str, body: Mapping[str, object] | None = None) -> tuple[int, str]:
         """Send `body` as JSON; return the status and the text of the answer."""
-        data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(self.root + path, data, method=method)
-        request.add_header("Content-Type", "application/json")
-        request.add_header("Authorization", f"Bearer {ADMIN}")
         try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
+            with urllib.request.urlopen(self._request(method, path, body), timeout=_TIMEOUT_S) as answer:
                 return int(answer.status), answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
+    def _request(self, method: str, path: str, body: Mapping[str, object] | None) -> urllib.request.Request:
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN}"}
+        data = json.dumps(body or {}).encode()
+        return urllib.request.Request(self.root + path, data, headers, method=method)
+
     def generate(self, prompt: Sequence[int], count: int = 8) -> Answer:
         """Generate `count` tokens greedily after a prompt."""
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-        body = {"input_ids": list(prompt), "sampling_params": sampling}
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
+        request = self._request("POST", "/generate", body)
+        first_s, event = 0.0, b""
         began = time.monotonic()
-        status, text = self.send("POST", "/generate", body)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as lines:
+            for line in lines:
+                if line.startswith(b"data: {"):  # each event has all tokens so far
+                    event = line
+                    first_s = first_s or time.monotonic() - began
         seconds = time.monotonic() - began
-        assert status == 200, text
-        answer = json.loads(text)
+        answer = json.loads(event.removeprefix(b"data: ") or "{}")
+        if "output_ids" not in answer:
+            raise ConnectionError(f"the answer was cut off: {answer}")
         cached = answer["meta_info"]["cached_tokens_details"] or {}
-        return Answer(tuple(answer["output_ids"]), cached, seconds)
+        return Answer(tuple(answer["output_ids"]), cached, seconds, first_s)
 
     def attach(self, policy: str = "timeout", /, **settings: object) -> tuple[int, str]:
         """Attach our backend. `policy` is SGLang's policy for how long a request waits for storage."""

@@ -8,7 +8,7 @@ from kvoffload.cli.demo.play import TurnId
 from tests.vllm.stock.client import Metrics, Reply
 
 _LABEL, _NUMBER = 52, 16
-_RULE = "-" * (_LABEL + 2 * _NUMBER)
+RULE = "-" * (_LABEL + 2 * _NUMBER)
 _LIMIT = 1e-3
 _SHOWN = (
     "vllm:prefix_cache_hits_total",
@@ -71,19 +71,19 @@ def render(head: str, device_blocks: int, without: Play, with_it: Play) -> str:
 
 def _compared(without: Play, with_it: Play) -> Iterator[str]:
     plays = without, with_it
-    yield _row("", "without", "with")
-    yield _RULE
-    yield _row("prompt tokens", *(f"{play.prompt_tokens:,}" for play in plays))
-    yield _row("prompt tokens computed", *(f"{play.prompt_tokens - play.cached_tokens:,}" for play in plays))
-    yield _row(
+    yield row("", "without", "with")
+    yield RULE
+    yield row("prompt tokens", *(f"{play.prompt_tokens:,}" for play in plays))
+    yield row("prompt tokens computed", *(f"{play.prompt_tokens - play.cached_tokens:,}" for play in plays))
+    yield row(
         "prompt tokens found on the device", *(f"{play.cached_tokens - play.host_tokens:,}" for play in plays)
     )
-    yield _row("prompt tokens found on the host", *(f"{play.host_tokens:,}" for play in plays))
+    yield row("prompt tokens found on the host", *(f"{play.host_tokens:,}" for play in plays))
     for label, returning in (("first turns", False), ("returning turns", True)):
         times = [play.first_tokens_s(returning=returning) for play in plays]
-        yield _row(f"time to first token, {label}, p50 / max", *map(_times, times))
+        yield row(f"time to first token, {label}, p50 / max", *map(times_ms, times))
     slow, fast = (statistics.median(play.first_tokens_s(returning=True)) for play in plays)
-    yield _row("  median of returning turns, times lower", "", f"{slow / fast:.1f}x")
+    yield row("  median of returning turns, times lower", "", f"{slow / fast:.1f}x")
 
 
 def _offloading(play: Play) -> Iterator[str]:
@@ -131,9 +131,9 @@ def _mismatches(without: Play, with_it: Play) -> list[TurnId]:
     ]
 
 
-def _row(label: str, one: str, other: str) -> str:
+def row(label: str, one: str, other: str) -> str:
     return f"{label:<{_LABEL}}{one:>{_NUMBER}}{other:>{_NUMBER}}"
 
 
-def _times(seconds: Sequence[float]) -> str:
+def times_ms(seconds: Sequence[float]) -> str:
     return f"{statistics.median(seconds) * 1000:,.0f}/{max(seconds) * 1000:,.0f} ms"

@@ -1,0 +1,146 @@
+"""Prompts that return after a SIGKILL of a stock SGLang, without and with kvoffload's disk.
+
+    python tests/sglang/stock/demo.py [--prompts 6] [--show-log]
+
+Run this demo in an environment with SGLang (`make sglang-demo` creates one in `.venv/sglang`). The model is small with
+random weights, so its answers are meaningless, but they depend on every page of the KV cache. The server runs on the
+CPU.
+
+Exit status: 0; 1 if an answer differs, nothing was found on the disk or a server ended; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging as transformers_logging
+
+from kvoffload.checks.options import positive
+from kvoffload.cli.demo.command import Screen
+from kvoffload.cli.exits import print_error
+from tests.sglang.stock.engines import PAGE, Answer, Server, serving, wait_until
+from tests.vllm.stock import checkpoints
+from tests.vllm.stock.demo_report import RULE, row, times_ms
+
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+PROMPT_TOKENS, ANSWER_TOKENS = 96 * PAGE + 9, 16
+PROMPT_BYTES = 96 * PAGE * 2 * 4 * 8 * 64 * 4
+"""Bytes of a prompt's whole pages: tokens, keys and values, layers, heads, the size of a head, bytes of float32."""
+# The device holds one prompt and the host two, so SGLang writes all others to the disk.
+OPTIONS: Mapping[str, Any] = {
+    "max_total_tokens": 2048,
+    "context_length": 2048,
+    "chunked_prefill_size": 2048,
+    "max_running_requests": 2,
+}
+
+
+def draw_prompts(count: int) -> list[list[int]]:
+    draw = random.Random(0)
+    return [draw.choices(range(256), k=PROMPT_TOKENS) for _ in range(count)]
+
+
+def warm_up(server: Server, *, has_tiers: bool) -> None:
+    """Serve a prompt that does not return. If the server has our tiers, wait until the disk is open."""
+    server.generate(range(2 * PAGE), 2)
+    if has_tiers:
+        wait_until(lambda: server.metric("kvoffload_tier_state", tier="disk", state="open") == 1)
+
+
+def live(
+    model: Path, log: Path, prompts: Sequence[Sequence[int]], disk: Path | None, screen: Screen
+) -> list[Answer]:
+    """Start a server, serve the prompts one after the other, and kill the server."""
+    storage = (
+        None if disk is None else {"disk_path": str(disk), "disk_bytes": 2 * len(prompts) * PROMPT_BYTES}
+    )
+    screen.say(f"starting SGLang {'without' if disk is None else 'with'} kvoffload")
+    with serving(model, log, storage=storage, **OPTIONS) as server:
+        warm_up(server, has_tiers=disk is not None)
+        answers = [server.generate(prompt, ANSWER_TOKENS) for prompt in prompts]
+        server.flush()  # SGLang answers when all pages are written.
+        server.kill()
+        return answers
+
+
+def run(count: int, screen: Screen, folder: Path) -> int:
+    """Serve the prompts in two lives without and with kvoffload, and print the report; return the exit status."""
+    transformers_logging.disable_progress_bar()
+    model = checkpoints.make("qwen3", folder / "model", **SHAPE)
+    prompts = draw_prompts(count)
+    without, with_it = (
+        [live(model, folder / "log", prompts, disk, screen) for _ in range(2)]
+        for disk in (None, folder / "disk")
+    )
+    screen.result("\n".join(report(without, with_it)))
+    tokens = [answer.tokens for answer in without[0]]
+    is_equal = all([each.tokens for each in life] == tokens for life in (*without, *with_it))
+    return 0 if is_equal and found(with_it[1]) else 1
+
+
+def found(answers: Sequence[Answer]) -> int:
+    return sum(answer.stored for answer in answers)
+
+
+def report(without: Sequence[Sequence[Answer]], with_it: Sequence[Sequence[Answer]]) -> list[str]:
+    """Return the lines of the report. Each argument has the answers of the first life and of the second."""
+    both = without, with_it
+    count = len(without[0])
+    first, again = ([[answer.first_s for answer in lives[number]] for lives in both] for number in (0, 1))
+    slow, fast = map(statistics.median, again)
+    different = sum(
+        len({life[number].tokens for lives in both for life in lives}) > 1 for number in range(count)
+    )
+    tokens = sum(len(answer.tokens) for lives in both for life in lives for answer in life)
+    outputs = f"DIFFER for {different} of {count} prompts" if different else f"all {tokens} tokens agree"
+    return [
+        f"{count} prompts of {PROMPT_TOKENS:,} tokens, SIGKILL, a new start, the same prompts; qwen3, CPU",
+        "",
+        row("", "without", "with"),
+        RULE,
+        row("prompt tokens after the new start", *[f"{count * PROMPT_TOKENS:,}"] * 2),
+        row("  found on the disk", *(f"{found(lives[1]):,}" for lives in both)),
+        row("time to first token before, p50 / max", *map(times_ms, first)),
+        row("time to first token after the new start, p50 / max", *map(times_ms, again)),
+        row("  median, times lower", "", f"{slow / fast:.1f}x"),
+        "",
+        f"outputs   {outputs}",
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="a stock SGLang, killed and started again, without and with")
+    parser.add_argument("--prompts", type=positive, default=6)
+    parser.add_argument("--show-log", action="store_true", help="print the servers' log at the end")
+    asked = parser.parse_args()
+    screen = Screen()
+    with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as scratch:
+        try:
+            return run(asked.prompts, screen, Path(scratch))
+        except KeyboardInterrupt:
+            screen.say("interrupted; the server has ended")
+            return 130
+        except (OSError, TimeoutError) as error:
+            screen.say(f"the server could not go on: {error}")
+            return 1
+        finally:
+            if asked.show_log:
+                print_error((Path(scratch) / "log").read_text())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
