@@ -1,4 +1,4 @@
-"""Writes the tables in the documents that are generated: settings, metrics, and the benches' most important results.
+"""Writes the generated tables in the documents: settings, metrics, and the benches' most important results.
 
 Usage: python .ci/readme.py [--check]
 """

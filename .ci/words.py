@@ -57,7 +57,7 @@ FORMS = {
 PATTERN = re.compile("|".join(rf"\b(?P<f{i}>{form})\b" for i, form in enumerate(FORMS)), re.IGNORECASE)
 INSTEAD = list(FORMS.values())
 
-# allowed lines: the end of the file's path, and a part of the line
+# The lines that are allowed: for each, the end of the file's path and a part of the line.
 EXCEPTIONS = (
     ("tests/cli/test_journal_lines.py", "request nobody"),
     ("tests/engine/test_plugin_hooks.py", "'nobody' that is not open"),

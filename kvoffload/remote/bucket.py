@@ -299,7 +299,7 @@ class BucketStore:
         return read_to
 
     async def _read_index(self, catalogue: Catalogue, pack: str, size: int) -> str:
-        """Read a pack's index and add the pack to a catalogue. Return why its blocks cannot be used, or ""."""
+        """Read a pack's index and add the pack to a catalogue. Return why its blocks cannot be used; "" if they can."""
         places, fault = dict[BlockKey, Place](), ""
         try:
             index = await self._read_range(pack, 0, index_bytes(pack.removeprefix(catalogue.folder), size))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Labels = tuple[str, ...]
 Series = Mapping[Labels, float]
-"""The value of each of a metric's series, by the values of its labels."""
+"""The values of a metric, by the values of its labels."""
 
 # -- label values that only metrics use; the others are in `kvoffload.model` and `kvoffload.core.machine` ---------
 
@@ -75,7 +75,7 @@ class Answer(Enum):
     MISSING = "missing"
     NONE = "none"  # there is no answer: the call failed, timed out or was not made
 
-    __hash__ = object.__hash__  # by identity, for the same reason as `Cause`
+    __hash__ = object.__hash__  # hash by identity, because `Enum.__hash__` is a slow Python call
 
 
 class LoadWait(Enum):
@@ -86,7 +86,7 @@ class LoadWait(Enum):
     OTHERS_LOAD = "others_load"
     FETCH = "fetch"  # the request's blocks are first fetched from a tier below the host
 
-    __hash__ = object.__hash__  # by identity, for the same reason as `Cause`
+    __hash__ = object.__hash__  # hash by identity, because `Enum.__hash__` is a slow Python call
 
 
 class PromptSource(Enum):

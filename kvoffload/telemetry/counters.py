@@ -166,7 +166,7 @@ class Counters:
     def subscribe(self, bus: Bus) -> None:
         """Start to count the messages on the bus."""
         for cls, count in self._by_event().items():
-            named: Any = partial(count)  # because the name of a bound method cannot be set
+            named: Any = partial(count)  # a partial, because the name of a bound method cannot be set
             named.__qualname__ = "counters"
             bus.count(cls, named)
 
@@ -291,7 +291,7 @@ class Counters:
 
 
 def _reader(name: str | None) -> Callable[[object], Any] | None:
-    """Return a function that reads a field. It is faster than `getattr`; it is called in every request's hooks."""
+    """Return a function that reads a field. It is faster than `getattr`, because every request's hooks call it."""
     return attrgetter(name) if name is not None else None
 
 

@@ -24,7 +24,8 @@ _exported: dict[str, Any] = {}
 class Families:
     """Exports all metrics of the catalogue for the engines of a front end.
 
-    All series exist from the start, except those of lower tiers. They are created by the first message about the tier.
+    All series exist from the start, except those of a lower tier, which are created by the first message about this
+    tier.
 
     Args:
         classes: for each metric class of the Prometheus client, the class to use instead.

@@ -82,8 +82,8 @@ class Journal:
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines as text, the oldest first. Any thread may call this."""
-        # Copy the list before the ring. A message that moves to the ring in between is then in both copies. In the
-        # other order, it could be in neither. Its number shows that it is a duplicate.
+        # Copy the list before the ring. Then a message that moves to the ring in between is in both copies, and its
+        # number shows that it is a duplicate. In the other order, the message could be in neither copy.
         young, ring = list(self._young), self._ring.copy()
         last = ring[-1][0] if ring else 0
         _extend(ring, [entry for entry in _entries(young) if entry[0] > last])

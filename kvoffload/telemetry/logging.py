@@ -52,7 +52,7 @@ _FAILURES = {
 
 
 class AtMostEvery:
-    """Allows one line for each key in `seconds`, and counts the lines that are held back.
+    """Allows at most one line for each key within `seconds`, and counts the lines that are held back.
 
     Args:
         seconds: the minimum time between two lines with the same key.

@@ -105,7 +105,7 @@ _WRITERS: dict[object, Write | None] = {bytes: len, str: scrub, int: None, float
 
 
 class _ReadOfFacts(msgspec.Struct):
-    """The fields that a reader uses of a fact."""
+    """The fields of facts that readers of a journal use."""
 
     request: str = ""
     job: int = 0
@@ -219,7 +219,7 @@ def last_time(path: Path) -> float | None:
         JournalError: the file cannot be opened.
     """
     latest = -math.inf
-    # Errors mean that a gzip file is truncated.
+    # Errors are ignored here, because they mean that a gzip file is truncated.
     with _open(path) as file, suppress(OSError, EOFError, zlib.error):
         if not isinstance(file, gzip.GzipFile):  # a plain file need only be read near its end
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))

@@ -79,7 +79,7 @@ class GatedCopier:
 
     def __init__(self, *, held: bool = True) -> None:
         self.slices = 0
-        """How many parts of batches queries have started. A test increases this number to simulate such a query."""
+        """The number of parts of batches that queries have started. A test increases it to simulate such a query."""
         self.tickets: list[GatedTicket] = []
         """All batches, in the order in which they were submitted."""
         self.fences = 0

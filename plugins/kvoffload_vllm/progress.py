@@ -143,7 +143,7 @@ class ProgressReports:
         self._every = self._reports_every(1)
         self.steps = 0
         self._soon: dict[str, int] = {}
-        """The requests to check, because they computed several tokens in a step. The values are the numbers of tokens."""
+        """The requests to check, because they computed several tokens in a step. The values are these numbers."""
         self._late: dict[str, _Table] = {}
         """For each request, the newly allocated blocks that were not reported yet."""
 

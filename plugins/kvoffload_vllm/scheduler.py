@@ -193,7 +193,7 @@ class VllmScheduler:
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
 
     def get_kv_connector_stats(self) -> KVOffloadStats | None:
-        """Return how the metrics have changed, or None. While the engine is busy, return changes at most once a second."""
+        """Return how the metrics have changed, or None. While the engine is busy, do so at most once a second."""
         if self._changes.now() < self._changes.next_s and (self._tracked or self.has_pending_push_work()):
             return None
         changes = self._changes.take()
