@@ -1,4 +1,4 @@
-"""Each test breaks an invariant by hand, and checks that the audit reports it."""
+"""Small parts that the stories do not reach, and what the core's audit reports when nothing should be open."""
 
 from __future__ import annotations
 
@@ -45,9 +45,6 @@ def test_sums_wait_while_jobs_are_planned() -> None:
     assert (tally.events, tally.has_sums) == ([], False)
     planned.clear()
     assert tally.take() == [BlocksOffered(2)]
-
-
-# -- small parts that the stories do not reach -------------------------------------------------------------------
 
 
 def test_a_block_that_is_leased_twice_takes_two_releases() -> None:

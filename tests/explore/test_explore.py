@@ -93,6 +93,3 @@ def _ends_differently(program: list[Action]) -> None:
     for action in program:
         if action in actions(scene):
             act(scene, action)
-
-
-# -- that states which look the same are the same ---------------------------------------------------------------

@@ -102,9 +102,6 @@ def test_the_engines_own_counts_are_compared(asked: bool, monkeypatch: pytest.Mo
     assert side.side.degraded is DegradeCause.INVARIANT_BROKEN
 
 
-# -- the journal goes with it -------------------------------------------------------------------------------------------------
-
-
 # -- the oldest job -----------------------------------------------------------------------------------------
 
 
