@@ -24,6 +24,9 @@ _SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _HEIGHTS = {Kind.NUMBER: 4, Kind.TABLE: 6, Kind.HEATMAP: 9}
 _HEIGHT = 8
 _COLUMNS = 24
+_LONG_LEGEND = 8  # names; a longer legend leaves out series that are 0 in the whole time range
+_ZEROS = model.MatcherConfig(id_val="byValue", options={"reducer": "allIsZero"})
+_HIDDEN = {"legend": True, "tooltip": True, "viz": False}
 # The width of a table's column in pixels; with Grafana's default of 150, the last columns would be cut off.
 _MIN_WIDTH = 100
 # The builder writes these fields for every variable, but only one kind of variable has them.
@@ -247,6 +250,8 @@ def _lines(panel: Panel) -> timeseries.Panel:
         made = made.stacking(stack).fill_opacity(60).line_width(0)
     for name in panel.names:
         made = made.override_by_name(name, _style(panel, name))
+    if len(panel.names) > _LONG_LEGEND:
+        made = made.with_override(_ZEROS, [model.DynamicConfigValue(id_val="custom.hideFrom", value=_HIDDEN)])
     return made
 
 

@@ -110,6 +110,15 @@ def test_headings_of_tables_fit_their_columns() -> None:
     assert [heading for heading in headings if len(heading) > 13] == []
 
 
+def test_long_legends_leave_out_series_of_zeros() -> None:
+    boards = [json.loads(make()) for path, make in FILES.items() if path.suffix == ".json"]
+    drawn = {panel["title"]: panel for board in boards for panel in board["panels"]}
+    for panel in (panel for board in BOARDS for panel in board.panels):
+        overrides = drawn[panel.title]["fieldConfig"].get("overrides", [])
+        hides = any(one["matcher"]["id"] == "byValue" for one in overrides)
+        assert hides is (len(panel.names) > 8), panel.title
+
+
 def test_every_allowed_series_of_the_engine_is_used() -> None:
     assert names_in_use(query.expr for query in all_queries()) >= VLLM_SERIES
 

@@ -140,7 +140,7 @@ function Heatmap({ panel, width, height }) {
   config.addScale({ scaleKey: "y", isTime: false, orientation: 1, direction: 1, range: () => [first - 0.5, last + 0.5] });
   config.addAxis({ scaleKey: "x", placement: "bottom", isTime: true, timeZone: "utc", theme, grid: { show: false } });
   config.addAxis({
-    scaleKey: "y", placement: "left", theme, size: 60, grid: { show: false }, formatValue: name,
+    scaleKey: "y", placement: "left", theme, size: 90, grid: { show: false }, formatValue: name,
     splits: () => Array.from({ length: last - first + 1 }, (_, place) => first + place),
   });
   config.addSeries({ scaleKey: "y", theme, lineWidth: 0, pointSize: 0, show: true });
