@@ -146,8 +146,8 @@ def _leave_locks() -> None:
     """In a forked child, close all locked files, because a child that outlives its parent would keep the locks.
 
     Each closed descriptor then refers to /dev/null. So its number stays in use, and if the child closes this number
-    later, it does not close another file. Locks by `fcntl` would not be inherited, but a process loses them when it
-    closes any descriptor of the file.
+    later, it does not close another file. Children would not inherit locks by `fcntl`, but these are not used,
+    because a process loses them when it closes any descriptor of the file.
     """
     if not _LOCKED:
         return

@@ -7,7 +7,7 @@ import mmap
 from contextlib import suppress
 
 PAGE = 4096
-"""No device has larger sectors. Direct I/O needs addresses, offsets and lengths that are multiples of a sector."""
+"""A multiple of every device's sector size. Direct I/O needs addresses, offsets and lengths that are such multiples."""
 
 _HUGE_PAGE, _LARGE = 2**21, 2**20
 

@@ -27,7 +27,7 @@ from kvoffload.model.errors import DiskError
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CHUNK = 2**23
 _MOST_MEMORY = 2**24  # the maximum number of bytes to read from the file that caches digests
-_MAC_BYTES = 32  # the length of the MAC with which this file ends if there is a key
+_MAC_BYTES = 32  # the length of the MAC at the end of the file that caches digests
 _SETTLED_NS = 2 * 10**9  # longer than a tick of any file system's clock
 
 _Known = dict[str, tuple[int, int, str]]
@@ -64,7 +64,7 @@ def weights_identity(
         key: authenticates the cached digests, because with a forged digest the engine would use the KV of other
             weights. None if every process that writes the file is trusted.
         loaded_ns: a time before the engine began to load the weights, in nanoseconds since 1970. If a file changed
-            after this time, the engine may have loaded other bytes, so it is refused. None allows changes at any
+            after this time, the engine may have loaded other bytes, so the file is refused. None allows changes at any
             time.
         now_ns: returns the time in nanoseconds since 1970, by the file system's clock.
 
@@ -106,7 +106,7 @@ def _digest_of(folder: Path, reader: _Reader) -> str:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield all files of a model except hidden files, because its results depend on weights, settings and code."""
+    """Yield all files of a model except hidden files, because weights, settings and code all change the results."""
     for path in folder.rglob("*"):
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not is_hidden and path.is_file():

@@ -223,10 +223,10 @@ class Timeline:
         self._rows = Rows()  # the rows for the ranks' copies
         self._time = 0.0
         self._step: tuple[float, Args] | None = None
-        # When each job was scheduled, its number of blocks, its request.
+        # For each job: when it was scheduled, its number of blocks, and its request.
         self._jobs: dict[JobId, tuple[float, int, RequestId | None]] = {}
         self._requests: dict[RequestId, _Request] = {}
-        self._free_rows: list[int] = []  # a heap
+        self._free_rows: list[int] = []  # a heap of the rows that no request uses
         self._request_rows = 0
         self.on_event: dict[type[events.Event], Callable[[float, Any], None]] = {
             **dict.fromkeys(get_args(Scheduled), self._on_scheduled),
