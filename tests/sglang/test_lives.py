@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 import threading
 from contextlib import suppress
@@ -15,28 +16,31 @@ from tests.vllm.stock.checkpoints import make
 
 pytestmark = [pytest.mark.sglang, pytest.mark.full, pytest.mark.timeout(3600)]
 
-LIVES = 2
+KILLS = int(os.environ.get("KVOFFLOAD_SGLANG_KILLS", "20"))
+SEED = 7
+DISK = "1728KiB"
+"""The disk has room for three quarters of the prompts, so that pages are written until the kill."""
 
 
 def test_servers_killed_at_random_serve_correct_tokens_from_earlier_servers_pages(
     server: Server, some: Prompts, model: Path, tmp_path: Path
 ) -> None:
-    chance = random.Random(7)
-    for life in range(LIVES):
-        with serving(model, tmp_path / "log", storage={"disk_path": str(tmp_path / "disk")}) as living:
+    chance, others = random.Random(SEED), Prompts.answered_by(server)
+    storage = {"disk_path": str(tmp_path / "disk"), "disk_bytes": DISK}
+    for life in range(KILLS):
+        with serving(model, tmp_path / "log", storage=storage) as living:
             wait_until(lambda: living.metric(STATE, tier="disk", state="open") == 1)
-            found = some.ask(living)
+            found = [*some.ask(living), *others.ask(living)]
             assert life == 0 or sum(found) > 0
-            living.flush()
-            killer = threading.Timer(chance.uniform(0.1, 2.0), living.kill)
+            killer = threading.Timer(chance.uniform(0.1, 4.0), living.kill)
             killer.start()
             with suppress(OSError, HTTPException):  # Ignore errors from the killed server.
                 while True:
                     some.ask(living)
-                    living.flush()
+                    others.ask(living)
             killer.join()
     other = make("qwen3", tmp_path / "other", seed=1)
-    with serving(other, tmp_path / "log", storage={"disk_path": str(tmp_path / "disk")}) as living:
+    with serving(other, tmp_path / "log", storage=storage) as living:
         wait_until(lambda: living.metric(STATE, tier="disk", state="open") == 1)
         assert sum(living.generate(prompt).stored for prompt in some.wanted) == 0
 
