@@ -32,7 +32,8 @@ from kvoffload.model.facts import DiskRestored, StepScheduled
 from kvoffload.telemetry.records import BEGUN, rotated, summary_of, to_plain
 
 _BATCH = 1024  # the maximum number of entries in one write
-# How many messages the bus passes on at a time; a call for each message would be slower, with cold caches.
+# How many messages the bus passes on at once. A call for each message would be slower, because it would find cold
+# processor caches.
 _AT_A_TIME = 64
 _OWNERS = 0o600
 

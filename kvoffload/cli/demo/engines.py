@@ -145,8 +145,8 @@ def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:
 
 
 def _device_blocks(options: DemoOptions, config: EngineConfig, capacity: Capacity) -> int:
-    # One request at a time computes its prompt, when windows and chunks need the most blocks. All other requests are
-    # counted as having computed their prompts.
+    # Windows and chunks need the most blocks while a prompt is computed, and only one request at a time computes its
+    # prompt. All other requests are counted as having computed their prompts.
     others = min(options.concurrency, options.conversations) - 1
     least = capacity.request_blocks(options.conversation_tokens)
     least += others * _conversation_blocks(options, config)
