@@ -1,4 +1,4 @@
-"""Counts what an operation runs, in function calls or lines, which do not depend on the machine."""
+"""Counts the function calls or lines that an operation runs. These counts are the same on every machine."""
 
 from __future__ import annotations
 

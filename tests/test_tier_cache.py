@@ -141,7 +141,7 @@ def test_put_blocks_are_found_with_their_bytes(
 def test_more_blocks_than_staging_slots_are_found_by_the_next_process(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)  # eight slots, of which a call uses two
+    monkeypatch.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)  # this leaves the minimum of eight slots
     numbers = range(50)
     first = start()
     assert all(first.put(*numbers))

@@ -1,4 +1,4 @@
-"""Recomputes the core's counts and indexes from its records, and compares them with the stored ones."""
+"""Checks the core's counts and indexes, by recomputing them from the core's records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HAS_TABLE = (RequestState.LOADING, RequestState.RUNNING)
 
 
 def audit(core: OffloadCore) -> list[str]:
-    """Return one line of text for each broken invariant, changing nothing. The cost grows with the pools."""
+    """Return one line for each broken invariant, without changing the core. Large pools make this slow."""
     state, stores = core.state, core.stores
     problems = [*core.audit(), *_without_pool(state, stores), *_slots(state), *pool_problems(state.pool)]
     if state.disk is not None:
@@ -43,12 +43,12 @@ def audit(core: OffloadCore) -> list[str]:
 
 
 def audit_side(side: SchedulerSide) -> list[str]:
-    """Return one line of text for each broken invariant of the scheduler's side, the core's included."""
+    """Return one line for each broken invariant of the core and of the rest of the scheduler's side."""
     return [*side.audit(), *audit(side.core), *_copies(side)]
 
 
 def _copies(side: SchedulerSide) -> Iterator[str]:
-    """Compare the runtime's table of open copies with the core's records. At rest, the table must be empty."""
+    """Yield the differences between the runtime's table of open copies and the core's records."""
     copies = side.copies
     running = Counter(
         (copy.given.direction, copy.is_overdue)
@@ -137,7 +137,7 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
     for record in live:
         pins.update(record.hit.slots if record.hit is not None else ())
     for job in opened:
-        # The ranks may still be reading for a spill whose outcome is already known.
+        # Ranks may still read a spill's slots after the spill's outcome is known.
         if isinstance(job, Spill) or (isinstance(job, Load) and not job.settled):
             pins.update(job.slots)
     yield "pins of slots", state.pool.pins, pins
@@ -183,7 +183,7 @@ def _job(job: Job) -> Iterator[str]:
 
 
 def _request(record: RequestRecord) -> Iterator[str]:
-    """Check that only requests with a block table have data that depends on a table, and that only they load (R14)."""
+    """Check that a request without a block table is not loading and has no data about a table (R14)."""
     where, has_table = f"request {record.request} is {record.state.name}", record.state in _HAS_TABLE
     if (record.table is not None) != has_table:
         yield f"{where} and has {'no' if record.table is None else 'a'} table"
@@ -198,7 +198,7 @@ def _request(record: RequestRecord) -> Iterator[str]:
 
 
 def _waiting(state: CoreState, stores: Stores) -> int:
-    """Return how many offers have no outcome and are in no job."""
+    """Return the number of offers that have no outcome yet and belong to no job."""
     waiting = sum(len(record.waiting) for record in state.requests.live.values())
     return waiting + sum(map(len, stores.in_flight.duplicates.values())) + len(stores.again)
 
@@ -244,7 +244,7 @@ def pool_problems(pool: SlotPool) -> Iterator[str]:
 
 
 def _slots(state: CoreState) -> Iterator[str]:
-    """Yield slots that can hit but are missing from the index, and slots that have a key but no bytes."""
+    """Yield each slot that can hit but is missing from the index, and each slot that has a key but no bytes."""
     pool, parts = state.pool, state.pool.index.parts
     for slot in map(SlotId, range(pool.capacity)):
         key, slot_state = pool.key(slot), pool.state(slot)

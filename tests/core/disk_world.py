@@ -1,4 +1,4 @@
-"""A small engine with a disk tier: the bytes of every slot, and the index stored on the disk."""
+"""A small simulated engine with a disk tier. It tracks the bytes of every slot, and the index on the disk."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, keys_of
 class DiskWorld(LowerWorld):
     """A world with a disk of `disk` slots.
 
-    With `before`, the disk starts with the contents left by that world. Reset counts also continue from that
-    world, so that blocks computed before a reset can be recognized.
+    With `before`, this world continues on that world's disk. It also continues the count of resets, so that
+    blocks computed before a reset can be recognized.
 
     Args:
         groups: see `World`.
@@ -76,9 +76,7 @@ class DiskWorld(LowerWorld):
             self.tell(self.unread.pop(0))
 
     def _parts(self, size: int) -> Iterator[facts.DiskRestored]:
-        """Yield the parts of the index. If the disk has shrunk, only the most recently used entries keep
-        their slots.
-        """
+        """Yield the index in parts. On a smaller disk, only the most recently used entries keep their slots."""
         puts = list(self.index.values())[-self.disk_size :]
         self.index = OrderedDict((put.slot, put) for put in puts)
         slots = max(self.disk_size, max(self.index, default=-1) + 1)
@@ -88,7 +86,7 @@ class DiskWorld(LowerWorld):
         yield facts.DiskRestored(slots, free=tuple(free), is_last=True)
 
     def die(self, *, loses_tail: bool) -> None:
-        """Kill the engine during its writes. After a power failure, the end of the index may be lost too."""
+        """Kill the engine while it writes. With `loses_tail`, a power failure also loses unsynced entries."""
         for copy in self.copies.values():
             if copy.job.tier is Tier.DISK and copy.job.direction is Direction.STORE:
                 for place in copy.job.targets:
@@ -134,7 +132,7 @@ class DiskWorld(LowerWorld):
         if bad and outcome is not FAILED:
             return JobReport(job.id, job.direction, CORRUPT, 0, 0.0, 0.0, corrupt=tuple(bad))
         for slot, place in zip(job.slots, job.targets, strict=True):
-            # A reset during the spill may have emptied the slot; the spill's result is then dropped.
+            # A reset during the spill may have emptied the slot. The core then ignores the spill's result.
             held = GARBAGE if outcome is FAILED else self.host[rank].get(slot, GARBAGE)
             self.places[rank][place] = held
             self.place_age[place] = self.host_age.get(slot, 0)
@@ -223,12 +221,12 @@ class DiskWorld(LowerWorld):
     # -- what the core said -------------------------------------------------------------------------------------
 
     def on_disk(self, text: str, group: int = 0) -> str:
-        """Return which blocks of a text are on the disk, as one character per block, x or a dot."""
+        """Return one character for each block of a text: "x" if the block is on the disk, otherwise "."."""
         index = self.disk.pool.index
         return "".join("x" if key in index else "." for key in keys_of(text, self.groups[group]))
 
     def evicted(self) -> int:
-        """Return how many blocks the host has evicted that had not been fetched from the disk."""
+        """Return how many blocks the host has evicted, not counting blocks that came from the disk."""
         return super().evicted() - self.disk_copies(Direction.LOAD, TierOutcome.DONE)
 
     def disk_copies(self, direction: Direction, outcome: TierOutcome) -> int:

@@ -1,4 +1,6 @@
-"""Fingerprints of states. Equal states have equal fingerprints, even if different actions led to them."""
+"""Computes fingerprints of states. Two states have the same fingerprint if and only if they are equal,
+whatever actions led to them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _Draw = Callable[[Any, "_Met"], object]
 
 
 def fingerprint(value: object, *, constant: Collection[type] = ()) -> object:
-    """Return a fingerprint of a value and everything reachable from the value, made of tuples and atoms.
+    """Return a fingerprint, made of tuples and atoms, of a value and of all objects that the value refers to.
 
     The order matters in lists, queues, `OrderedDict` and `LruOrder`, but not in dicts and sets. The second
     occurrence of an object is replaced by the number of its first occurrence, so cycles end. Tuples, messages
@@ -26,7 +28,7 @@ def fingerprint(value: object, *, constant: Collection[type] = ()) -> object:
 
     Args:
         value: the value to describe.
-        constant: types whose objects are the same in all compared states, and are left out.
+        constant: types whose objects are left out, because they are the same in all compared states.
     """
     return _Met(constant).draw(value)
 
@@ -83,7 +85,7 @@ def _in_order(values: Iterable[Any]) -> list[Any]:
 
 
 def _drawing(kind: type) -> tuple[bool, _Draw]:
-    """Return whether objects of a type are values without an identity, and how to describe them."""
+    """Return whether objects of this type are values without an identity, and a function that describes them."""
     if issubclass(kind, Enum):
         return True, lambda value, met: value.name
     for kinds, is_value, draw in _CONTAINERS:

@@ -1,5 +1,3 @@
-"""Helpers shared by the worlds with a lower tier."""
-
 from __future__ import annotations
 
 from kvoffload.model.causes import TierOutcome
@@ -10,8 +8,6 @@ from tests.core.world import Req, World
 
 
 class LowerWorld(World):
-    """A world with a tier below the host."""
-
     def jobs_of(self, tier: Tier, direction: Direction) -> list[JobId]:
         return [
             number
@@ -41,7 +37,7 @@ class LowerWorld(World):
         return request
 
     def fetched(self, name: str, text: str) -> Req:
-        """Return a new request whose lookup had to wait for a fetch, which has ended."""
+        """Add a request whose lookup waits for a fetch; end the fetch, and return the request."""
         request = self.add(name, text)
         assert self.lookup(request) is None
         self.idle_step()

@@ -1,4 +1,4 @@
-"""A small engine with a remote tier, and a simulated store of each rank's values, by namespace."""
+"""A small simulated engine with a remote tier, and a simulated store of each rank's values."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RemoteWorld(LowerWorld):
             self.reach()
 
     def _make_core(self, policy: Policy) -> OffloadCore:
-        # every audit checks each hint, so there must be few hints
+        # each audit checks all hints, so many hints would make the tests slow
         with patch("kvoffload.core.tiers.MOST_HINTS", self.hints):
             return super()._make_core(replace(policy, remote_min_hits=self.remote_min_hits))
 
@@ -81,7 +81,7 @@ class RemoteWorld(LowerWorld):
         return self.core.state.remote
 
     def reach(self) -> None:
-        """Report to the core that the remote tier answers, and in which namespace."""
+        """Report to the core that the remote tier answers, and which namespace it uses."""
         self.tell(facts.RemoteOpened(self.namespace))
 
     def reset(self) -> None:
@@ -90,7 +90,9 @@ class RemoteWorld(LowerWorld):
         self.namespace = f"print/own {self.resets}"
 
     def add(self, name: str, text: str, *, reads_cache: bool = True, answers: bool = True) -> Req:
-        """Add a request as in `World`. The remote tier answers at once, or when the test calls `answer`."""
+        """Add a request as in `World`. Without `answers`, the remote tier answers when the test calls
+        `answer`.
+        """
         request = super().add(name, text, reads_cache=reads_cache)
         asks = self.remote.take_asks()
         self.asked += [Ask(*ask, self.namespace) for ask in asks]
@@ -103,7 +105,7 @@ class RemoteWorld(LowerWorld):
             self.answer_one(0)
 
     def answer_one(self, number: int, how: str = "true") -> None:
-        """Answer one query: "true", "lies" (the remote tier claims to have everything), or "fails"."""
+        """Answer a query: truthfully ("true"), with every key ("lies"), or with a failure ("fails")."""
         ask, last = self.asked.pop(number), len(self.ranks) - 1
         has = [key for key in ask.keys if how == "lies" or (ask.namespace, key, last) in self.store]
         lacks = [key for key in ask.keys if key not in has]
@@ -154,7 +156,7 @@ class RemoteWorld(LowerWorld):
         return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
 
     def _get(self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...]) -> JobReport:
-        """Read values from the remote tier, copying the valid ones into their slots."""
+        """Read values from the remote tier; copy the valid values into their slots."""
         wrong, missing = list[int](), list[int]()
         for at, (slot, key) in enumerate(zip(job.slots, job.targets, strict=True)):
             value = self.store.get((job.extra, key, rank))
@@ -175,14 +177,14 @@ class RemoteWorld(LowerWorld):
     def fails(self, *ranks: int, works: bool = False) -> None:
         """Report that the remote tier does not answer these ranks, by default all ranks.
 
-        If `works` is true, report instead that it answers again.
+        If `works`, report that the remote tier answers again.
         """
         for rank in ranks or self.ranks:
             (self.unreached.discard if works else self.unreached.add)(rank)
             self._tell_report(rank)
 
     def evicted(self) -> int:
-        """Return how many blocks the host has evicted that had not been fetched from the remote tier."""
+        """Return how many blocks the host has evicted, not counting blocks that came from the remote tier."""
         return super().evicted() - self.copied(Direction.LOAD)
 
     def copied(self, direction: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
@@ -193,17 +195,17 @@ class RemoteWorld(LowerWorld):
         return self.jobs_of(Tier.REMOTE, direction)
 
     def in_store(self, text: str, rank: int = 0) -> str:
-        """Return which blocks of a text the remote tier has, as one character per block, x or a dot."""
+        """Return one character for each block of a text: "x" if the remote tier has the block, otherwise "."."""
         namespace = self.remote.namespace
         keys = keys_of(text, self.groups[0])
         return "".join("x" if (namespace, key, rank) in self.store else "." for key in keys)
 
     def overwrite(self, text: str, rank: int = 0) -> None:
-        """Overwrite the value of the text's last block, as another writer may do."""
+        """Overwrite the value of the text's last block, as another writer could."""
         self.store[self.remote.namespace, keys_of(text, self.groups[0])[-1], rank] = Value(GARBAGE, 0)
 
     def share(self, text: str) -> None:
-        """Compute a text, let a lookup find it again, and write it to the remote tier."""
+        """Serve a text twice, so that its blocks are written to the remote tier."""
         self.serve("first", text)
         self.serve("again", text)
         for _ in range(10):
@@ -212,4 +214,4 @@ class RemoteWorld(LowerWorld):
 
 
 class TieredWorld(DiskWorld, RemoteWorld):
-    """A world with a disk and a remote tier."""
+    """A world with both a disk and a remote tier."""

@@ -1,4 +1,4 @@
-"""Small parts that the stories do not reach, and what the core's audit reports when nothing should be open."""
+"""Tests small parts of the core, and what the audit reports when nothing should be open."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.core.world import DevicePool, World
 TEXT = "abcdefghijklm"
 
 
-def test_what_was_taken_of_the_events_gets_none_of_the_next() -> None:
+def test_taken_events_do_not_include_later_events() -> None:
     tally = Tally(planned=())
     taken = tally.take()
     tally.events.append(OffloadingDegraded(DegradeCause.INVARIANT_BROKEN, "a test"))
@@ -35,7 +35,7 @@ def test_what_was_taken_of_the_events_gets_none_of_the_next() -> None:
     assert tally.take() == []
 
 
-def test_sums_wait_while_jobs_are_planned() -> None:
+def test_summed_events_wait_until_no_job_is_planned() -> None:
     planned: list[int] = [1]
     tally = Tally(planned)
     tally.offered(2)
@@ -73,7 +73,7 @@ def test_a_large_memory_of_misses_is_bounded_in_parts() -> None:
     keys = [BlockKey(number.to_bytes(3, "little")) for number in range(2 * bound)]
     misses.note(keys, MissCause.EVICTED)
     misses.arrived(keys[-1:])
-    assert max(map(len, misses._causes.values())) == 1024  # no dict grows beyond this size
+    assert max(map(len, misses._causes.values())) == 1024
     assert misses.cause(keys[-2]) is misses.cause(keys[bound]) is MissCause.EVICTED
     assert misses.cause(keys[-1]) is misses.cause(keys[bound - 1]) is MissCause.NEVER_SEEN
 
@@ -158,7 +158,7 @@ def drained() -> World:
 
 
 @pytest.mark.parametrize("invariant", AT_REST)
-def test_what_is_left_over_is_reported_at_rest(invariant: str) -> None:
+def test_the_audit_at_rest_reports_what_is_left(invariant: str) -> None:
     breaks, reported = AT_REST[invariant]
     world = drained()
     assert world.core.audit() == []
@@ -168,7 +168,7 @@ def test_what_is_left_over_is_reported_at_rest(invariant: str) -> None:
 
 
 @pytest.mark.parametrize("invariant", ON_DISK)
-def test_what_copies_with_the_disk_leave_over_is_reported_at_rest(invariant: str) -> None:
+def test_the_audit_at_rest_reports_what_disk_copies_have_left(invariant: str) -> None:
     breaks, reported = ON_DISK[invariant]
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
@@ -182,7 +182,6 @@ def test_what_copies_with_the_disk_leave_over_is_reported_at_rest(invariant: str
 
 
 def test_at_rest_no_slot_is_scanned() -> None:
-    """The audit runs in a hook, and there may be a million slots."""
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     disk = world.core.state.disk
@@ -197,7 +196,6 @@ def test_at_rest_no_slot_is_scanned() -> None:
 
 
 def test_a_copy_that_timed_out_may_keep_its_leases_and_its_request_at_rest() -> None:
-    """After a timeout, no request waits for the copy. Its request's slots stay in use and must be counted."""
     world = World()
     first = world.admitted("first", TEXT)
     world.step(first)

@@ -1,5 +1,3 @@
-"""The core can be copied and compared. The exploration and the comparison of two runs rely on this."""
-
 from __future__ import annotations
 
 import copy
@@ -15,7 +13,7 @@ TEXT = "abcdefghijklm"
 
 
 def busy(policy: str = "eager") -> World:
-    """Return a world with a load, stores, a pending hit and an offer waiting for a slot, after a reset."""
+    """Return a world after a reset. It has a load, stores, a pending hit, and an offer that waits for a slot."""
     world = World(full(), window(5, group=1), ranks=2, device=48, host=16, policy=policy)
     world.reset()
     world.only_on_host(TEXT)
@@ -29,7 +27,7 @@ def busy(policy: str = "eager") -> World:
 
 
 def play(world: World) -> list[object]:
-    """Play the same actions on a world and on its copy; return everything observed in both."""
+    """End all jobs and requests of a world; return everything observed on the way."""
     seen: list[object] = []
     for job in sorted(world.copies):
         world.report(1, job, FAILED)
@@ -63,6 +61,6 @@ def test_a_copy_is_equal_and_behaves_the_same(policy: str) -> None:
 # -- the picture itself -----------------------------------------------------------------------------------------
 
 
-def test_records_in_a_set_stand_in_the_order_of_their_names() -> None:
+def test_records_in_a_set_are_ordered_by_name() -> None:
     c, a, d, b = (RequestRecord(RequestId(name), 1, ([],)) for name in "cadb")
     assert fingerprint({c, a, d, b}) == fingerprint([a, b, c, d])

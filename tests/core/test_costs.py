@@ -1,4 +1,4 @@
-"""The cost of a step does not grow with the number of requests that do nothing in it. The tests count calls."""
+"""Checks that a step's cost, in function calls, does not grow with the number of idle requests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TEXT = "abcdefghijklm"
 
 
 class Quiet(World):
-    """A world without the checks after every fact, because the cost of these checks grows with the state."""
+    """A world without checks after each fact, because these checks cost more with each request."""
 
     def check(self) -> None:
         pass
 
 
 def crowded(idle: int, policy: str) -> tuple[World, Req]:
-    """Return a world with idle requests (running, stored, waiting, never admitted), and its one busy request."""
+    """Return a world with many idle requests in different states, and its only busy request."""
     world = Quiet(full(), window(6, group=1), device=8 * idle + 100, host=4 * idle + 50, policy=policy)
     for number in range(idle):
         request = world.add(f"idle{number}", f"{number:06}xx{number % 7}")
@@ -39,7 +39,7 @@ def crowded(idle: int, policy: str) -> tuple[World, Req]:
 
 
 def scenes(world: World, busy: Req) -> dict[str, Callable[[], object]]:
-    """Return all operations on the busy request in a step, in an order in which they can run."""
+    """Return operations that a step may contain, by name, in an order in which they can run."""
     core = world.core
 
     def tell(fact: facts.Fact) -> None:

@@ -1,5 +1,3 @@
-"""The disk below the host: which blocks are written and found, and what each failure costs."""
-
 from __future__ import annotations
 
 import gc
@@ -27,7 +25,8 @@ from tests.core.disk_world import DiskWorld
 from tests.core.world import CORRUPT, DONE, FAILED, keys_of
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
-TEXT = "abcdefghijklmnop"  # four blocks; a lookup finds three of them
+# Four blocks; a lookup returns at most three, because the engine must compute the last token.
+TEXT = "abcdefghijklmnop"
 OTHER = "ABCDEFGHIJKLMNOP"
 OTHERS = [OTHER, OTHER.lower()[::-1], OTHER[::-1]]
 
@@ -35,7 +34,7 @@ OTHERS = [OTHER, OTHER.lower()[::-1], OTHER[::-1]]
 @pytest.mark.parametrize(
     ("after_hits", "found"), [(0, "xxxx xxxx xxxx"), (1, ".... xxx. xxx."), (2, ".... .... xxx.")]
 )
-def test_only_blocks_found_so_often_are_spilled(after_hits: int, found: str) -> None:
+def test_only_blocks_found_the_configured_number_of_times_are_spilled(after_hits: int, found: str) -> None:
     world = DiskWorld(after_hits=after_hits)
     for number, on_disk in enumerate(found.split()):
         world.serve_again(f"time {number}", TEXT)
@@ -43,7 +42,7 @@ def test_only_blocks_found_so_often_are_spilled(after_hits: int, found: str) -> 
     assert world.on_host(TEXT) == "xxxx"
 
 
-def test_a_hit_on_the_host_counts_as_one_on_the_device() -> None:
+def test_host_hits_and_device_hits_both_count_for_spilling() -> None:
     world = DiskWorld()
     world.serve("once", TEXT)
     world.device.forget_keys()
@@ -51,7 +50,7 @@ def test_a_hit_on_the_host_counts_as_one_on_the_device() -> None:
     assert world.on_disk(TEXT) == "xxx."
 
 
-def test_what_a_request_may_not_leave_behind_is_not_spilled_and_not_found() -> None:
+def test_blocks_of_a_request_that_must_not_persist_are_neither_spilled_nor_found() -> None:
     world = DiskWorld()
     world.only_on_disk(TEXT)
     world.persists = False
@@ -66,7 +65,7 @@ def test_what_a_request_may_not_leave_behind_is_not_spilled_and_not_found() -> N
     assert world.index == before
 
 
-def test_what_only_the_disk_has_is_fetched_and_then_loaded() -> None:
+def test_blocks_only_on_the_disk_are_fetched_and_then_loaded() -> None:
     world = DiskWorld(host=8)
     world.only_on_disk(TEXT)
     assert (world.on_host(TEXT), world.on_disk(TEXT)) == ("....", "xxx.")
@@ -93,7 +92,7 @@ def searches_of(module: str, monkeypatch: pytest.MonkeyPatch) -> list[Match]:
     return found
 
 
-def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
+def test_a_lookup_that_waits_for_a_fetch_does_not_search_before_the_fetch_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = DiskWorld(host=16)
@@ -107,14 +106,14 @@ def test_lookups_that_wait_for_a_fetch_search_nothing_until_it_has_ended(
     assert len(world.reported(LookupDeferred)) == 2
     assert world.lookup(request, may_wait=False) == 0
     assert world.lookup(request) is None
-    assert len(world.reported(LookupDeferred)) == 3  # a wait after an answer is reported as a new wait
+    assert len(world.reported(LookupDeferred)) == 3  # a wait after an answer counts as a new wait
     world.idle_step()
     world.finish()
     assert world.admit(request) == 12
     world.load_and_run(request)
 
 
-def test_a_request_whose_next_block_is_nowhere_is_not_searched_for_when_it_arrives(
+def test_no_tier_is_searched_for_a_new_request_whose_next_block_is_on_no_tier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = DiskWorld(host=16)
@@ -135,7 +134,7 @@ def test_a_head_that_the_host_lost_before_its_tail_is_fetched_by_the_lookup() ->
     assert world.lookup(request) == 12
 
 
-def test_a_fetch_is_not_waited_for_where_the_device_has_as_much_by_then() -> None:
+def test_a_lookup_does_not_wait_for_a_fetch_that_the_device_has_overtaken() -> None:
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     late, impatient = world.add("late", TEXT), world.add("impatient", TEXT)
@@ -148,7 +147,7 @@ def test_a_fetch_is_not_waited_for_where_the_device_has_as_much_by_then() -> Non
 
 
 @pytest.mark.parametrize("trouble", ["its load failed", "copies stall"])
-def test_a_request_that_can_load_nothing_waits_for_no_fetch(trouble: str) -> None:
+def test_a_request_that_cannot_load_does_not_wait_for_a_fetch(trouble: str) -> None:
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     request, state = world.add("late", TEXT), world.core.state
@@ -162,7 +161,7 @@ def test_a_request_that_can_load_nothing_waits_for_no_fetch(trouble: str) -> Non
     world.finish()
 
 
-def test_a_lookup_that_waits_for_a_fetch_leaves_nothing_pinned() -> None:
+def test_a_lookup_that_waits_for_a_fetch_pins_nothing() -> None:
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     world.serve("head", TEXT[:9])
@@ -175,7 +174,7 @@ def test_a_lookup_that_waits_for_a_fetch_leaves_nothing_pinned() -> None:
     world.finish()
 
 
-def test_what_the_host_has_of_a_prefix_stays_while_the_rest_is_fetched() -> None:
+def test_a_prefixs_blocks_on_the_host_are_kept_while_the_rest_is_fetched() -> None:
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     world.serve("head", TEXT[:9])
@@ -201,7 +200,7 @@ def test_r14_one_prefix_on_the_disk_is_fetched_once() -> None:
     assert world.disk_copies(LOAD, TierOutcome.DONE) == 3
 
 
-def test_where_no_request_can_wait_the_next_one_finds_it() -> None:
+def test_without_deferred_lookups_the_next_request_finds_the_fetched_blocks() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
     first = world.add("first", TEXT)
@@ -214,7 +213,7 @@ def test_where_no_request_can_wait_the_next_one_finds_it() -> None:
     assert world.admit(world.add("second", TEXT), may_wait=False) == 12
 
 
-def test_fetches_fill_a_quarter_of_the_host_at_a_time_heads_first() -> None:
+def test_fetches_fill_at_most_a_quarter_of_the_host_and_start_with_heads() -> None:
     world = DiskWorld(host=16, disk=64)
     texts = [letter * 17 for letter in "abc"]
     world.only_on_disk(*texts)
@@ -247,7 +246,7 @@ def test_one_request_fetches_a_quarter_of_the_host_and_computes_the_rest() -> No
 
 
 def spilling(world: DiskWorld) -> JobId:
-    """Let lookups find a text again, which submits a spill; return that job."""
+    """Serve a text twice, which starts a spill of its blocks; return the spill's job."""
     world.serve("once", TEXT)
     world.serve("again", TEXT, drains=False)
     world.idle_step()
@@ -278,7 +277,7 @@ def test_r4_one_rank_that_cannot_write_fails_the_spill() -> None:
     assert world.disk.pool.room == 32
 
 
-def test_r17_host_bytes_that_changed_are_not_written_and_their_slots_are_lost() -> None:
+def test_r17_changed_host_bytes_are_not_written_and_their_slots_are_quarantined() -> None:
     world = DiskWorld(ranks=2)
     job = spilling(world)
     bad = world.copies[job].job.slots[1]
@@ -297,7 +296,6 @@ def test_r17_host_bytes_that_changed_are_not_written_and_their_slots_are_lost() 
 
 
 def test_r17_a_slot_is_invalidated_before_it_is_written_again() -> None:
-    """The world refuses a write to a slot that was not invalidated, and checks every slot after every fact."""
     world = DiskWorld(disk=3)
     world.only_on_disk(TEXT)
     assert len(world.index) == 3
@@ -332,8 +330,7 @@ def test_r16_a_host_slot_under_a_hanging_read_is_never_allocated_again() -> None
     assert world.core.state.pool.room == room - 2
 
 
-def test_a_fetch_leaves_nothing_to_the_garbage_collector() -> None:
-    """Otherwise the interpreter would collect garbage more often, inside hooks."""
+def test_a_fetch_creates_no_reference_cycles() -> None:
     world = DiskWorld(host=16)
     world.only_on_disk(TEXT)
     gc.collect()
@@ -341,7 +338,7 @@ def test_a_fetch_leaves_nothing_to_the_garbage_collector() -> None:
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         request = world.fetched("gone", TEXT)
-        world.end(request)  # The request's blocks have been fetched, but no further lookup has returned them.
+        world.end(request)  # The request ends before a lookup has returned the fetched blocks.
         world.settle()
         gc.collect()
         left = {type(found) for found in gc.garbage}
@@ -370,7 +367,7 @@ def test_r17_corrupt_bytes_are_removed_and_never_served() -> None:
     assert world.admit(next_one) in (8, 12)
 
 
-def test_after_a_fetch_that_failed_its_request_asks_no_more() -> None:
+def test_after_a_failed_fetch_its_request_starts_no_other() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
     request = world.add("late", TEXT)
@@ -385,7 +382,7 @@ def test_after_a_fetch_that_failed_its_request_asks_no_more() -> None:
     assert world.lookup(other) is None
 
 
-def test_while_a_disk_fails_nothing_is_asked_of_it() -> None:
+def test_a_failing_disk_gets_no_jobs() -> None:
     world = DiskWorld(ranks=2, host=32)
     world.only_on_disk(TEXT)
     world.disk_fails(1)
@@ -399,7 +396,7 @@ def test_while_a_disk_fails_nothing_is_asked_of_it() -> None:
     assert world.lookup(request) is None
 
 
-def test_r16_a_disk_that_does_not_answer_is_not_asked_again_before_it_has() -> None:
+def test_r16_a_hanging_disk_gets_no_jobs_until_it_has_answered() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
     request = world.add("late", TEXT)
@@ -418,7 +415,7 @@ def test_r16_a_disk_that_does_not_answer_is_not_asked_again_before_it_has() -> N
     assert {world.core.state.pool.state(slot) for slot in slots} == {SlotState.QUARANTINED}
 
 
-def test_r16_of_a_spill_that_no_rank_reports_the_places_are_abandoned() -> None:
+def test_r16_disk_slots_of_a_spill_that_no_rank_reports_are_abandoned() -> None:
     world = DiskWorld(disk=4)
     job = spilling(world)
     world.overdue(job)
@@ -446,7 +443,7 @@ def test_spills_wait_for_loads_and_fetches() -> None:
 
 
 def gathering() -> DiskWorld:
-    """Return a world that gathers spills of up to eight blocks, with a running request and three spill candidates."""
+    """Return a world with a running request and three spill candidates, which wait to share a job."""
     world = DiskWorld(host=64, disk=64)
     world.serve("first", TEXT)
     world.serve_again("first again", TEXT)
@@ -459,7 +456,7 @@ def gathering() -> DiskWorld:
     return world
 
 
-def test_few_blocks_are_spilled_with_those_that_come_soon() -> None:
+def test_few_spill_candidates_wait_for_more() -> None:
     world = gathering()
     for text in OTHERS[1:]:
         assert world.disk_jobs(STORE) == []
@@ -469,7 +466,7 @@ def test_few_blocks_are_spilled_with_those_that_come_soon() -> None:
     assert len(world.copies[job].job.slots) == 8
 
 
-def test_few_blocks_wait_for_some_steps_at_most() -> None:
+def test_few_spill_candidates_wait_for_a_limited_number_of_steps() -> None:
     world = gathering()
     for _ in range(MOST_STEPS):
         world.idle_step()
@@ -477,14 +474,14 @@ def test_few_blocks_wait_for_some_steps_at_most() -> None:
     assert len(world.copies[job].job.slots) == 3
 
 
-def test_few_blocks_do_not_wait_while_no_request_is_known() -> None:
+def test_few_spill_candidates_do_not_wait_without_requests() -> None:
     world = gathering()
     world.end(world.requests["runs on"])
     world.idle_step()
     assert len(world.disk_jobs(STORE)) == 1
 
 
-def test_what_the_host_evicts_before_its_spill_is_counted() -> None:
+def test_blocks_evicted_before_their_spill_are_counted() -> None:
     world = DiskWorld(host=4)
     world.serve("once", TEXT)
     world.disk_fails()
@@ -496,7 +493,7 @@ def test_what_the_host_evicts_before_its_spill_is_counted() -> None:
     assert sum(behind) == 3
 
 
-def test_a_block_that_is_computed_again_while_it_is_fetched_has_one_slot() -> None:
+def test_a_block_computed_during_its_fetch_uses_one_slot() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
     waiting = world.add("waiting", TEXT)
@@ -529,8 +526,7 @@ def test_r10_nothing_on_the_disk_is_found_after_a_reset() -> None:
 
 
 @pytest.mark.parametrize("corrupt", [(), (0, 1, 2)])
-def test_r10_a_spill_under_way_at_a_reset_is_not_found_later(corrupt: tuple[int, ...]) -> None:
-    """The ranks may find bytes that changed, because the reset emptied the host slots."""
+def test_r10_a_spill_that_runs_during_a_reset_is_not_found_later(corrupt: tuple[int, ...]) -> None:
     world = DiskWorld()
     job = spilling(world)
     world.reset()
@@ -540,7 +536,7 @@ def test_r10_a_spill_under_way_at_a_reset_is_not_found_later(corrupt: tuple[int,
     assert world.core.state.pool.count(SlotState.QUARANTINED) == 0
 
 
-def test_r10_a_spill_that_was_planned_at_a_reset_is_taken_back() -> None:
+def test_r10_a_spill_planned_before_a_reset_is_cancelled() -> None:
     world = DiskWorld()
     world.serve("once", TEXT)
     world.serve("again", TEXT, drains=False)
@@ -563,7 +559,7 @@ def test_r18_the_next_engine_finds_all_put_blocks() -> None:
     assert (third.on_disk(TEXT), third.on_disk(OTHER)) == ("xxx.", "xxx.")
 
 
-def test_what_was_read_last_is_evicted_last_by_the_next_engine() -> None:
+def test_the_next_engine_evicts_the_most_recently_read_blocks_last() -> None:
     first = DiskWorld(host=32, disk=6)
     first.only_on_disk(TEXT, OTHER)
     first.fetched("late", TEXT)
@@ -574,7 +570,7 @@ def test_what_was_read_last_is_evicted_last_by_the_next_engine() -> None:
     assert (second.on_disk(TEXT), second.on_disk(OTHER), second.on_disk(third)) == ("xxx.", "....", "xxx.")
 
 
-def test_a_smaller_disk_keeps_the_most_recently_used_blocks_wherever_they_lie() -> None:
+def test_a_smaller_disk_keeps_the_most_recently_used_blocks_of_all_slots() -> None:
     first = DiskWorld(disk=6)
     first.only_on_disk(TEXT, OTHER)
     assert sorted(first.index) == list(range(6))
@@ -588,7 +584,7 @@ def test_a_smaller_disk_keeps_the_most_recently_used_blocks_wherever_they_lie() 
     assert (second.on_disk(TEXT), second.on_disk(OTHER), second.on_disk(third)) == ("....", "x...", "xxx.")
 
 
-def test_until_the_index_is_read_misses_say_so() -> None:
+def test_misses_before_the_index_is_read_have_their_own_cause() -> None:
     first = DiskWorld()
     first.only_on_disk(TEXT)
     second = DiskWorld(before=first, opens=False)

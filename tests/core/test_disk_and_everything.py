@@ -1,7 +1,7 @@
-"""The tests of `test_everything`, with a disk tier and restarts.
+"""Runs the comparison of `test_everything` with a disk tier and restarts.
 
 After every fact, the world checks that the disk's index agrees with the pool, that every rank has the block
-of each findable slot, and that no block was computed before a reset.
+of each slot that can hit, and that no block was computed before a reset.
 """
 
 from __future__ import annotations

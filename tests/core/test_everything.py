@@ -1,4 +1,4 @@
-"""Compares the whole core with a simple model, for random orders of facts, until no job is pending.
+"""Compares the core with a simple model, under random sequences of facts.
 
 After every fact, the world checks bytes and leases, and audits the core. The model also checks which keys the
 host may have, which answers a lookup may give, and that all counts add up.
@@ -242,7 +242,7 @@ class Everything(RuleBasedStateMachine):
         self._the_metrics_add_up()
 
     def _the_metrics_add_up(self) -> None:
-        """Check that causes sum to the missed blocks, and outcomes to the offered and the scheduled blocks."""
+        """Check that miss causes add up to the missed blocks, and outcomes to offered and scheduled blocks."""
         bus, counters, removed = Bus(), Counters(), list[str]()
         bus.on_removed = lambda name, _: removed.append(name)
         counters.subscribe(bus)
@@ -266,14 +266,14 @@ class Everything(RuleBasedStateMachine):
             self.arriving[job.id] = (set(), [key for key in keys if key is not None], self.world.resets)
 
     def _arrive(self, job: JobId, rank: int) -> None:
-        """Expect a block only if every rank has copied it, none has failed, and no reset or timeout came first."""
+        """Expect a job's keys on the host after every rank has copied, unless a reset came first."""
         done, keys, resets = self.arriving.get(job, (set(), [], -1))
         done.add(rank)
         if len(done) == len(self.world.ranks) and resets == self.world.resets:
             self.may_have.update(keys)
 
     def _lookup(self, request: Req, may_wait: bool) -> int | None:
-        """Check the answer of a lookup against the simple model."""
+        """Check a lookup's answer against the model; return the answer."""
         world, state = self.world, self.world.core.state
         record = state.requests.live.get(request.name)
         assert record is not None
@@ -306,7 +306,9 @@ class Everything(RuleBasedStateMachine):
 
 
 def _has(index: Mapping[BlockKey, SlotId], text: str, group: GroupSpec, device: int, length: int) -> bool:
-    """Return whether a group has all blocks needed to compute from `length` on, including the draft's lookahead."""
+    """Return whether the index has all blocks of a group that a hit of `length` tokens needs, including the
+    draft model's lookahead block.
+    """
     size = group.block_tokens
     ahead = size if group.has_lookahead else 0
     return all(
@@ -316,5 +318,5 @@ def _has(index: Mapping[BlockKey, SlotId], text: str, group: GroupSpec, device: 
     )
 
 
-# seconds; the deep profile runs many examples
+# The time limit is in seconds. The deep profile runs many examples.
 TestEverything = pytest.mark.timeout(3600)(Everything.TestCase)

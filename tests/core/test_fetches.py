@@ -1,5 +1,3 @@
-"""Fetches for a request, fetches before any request (a warm start), and the number of blocks per fetch."""
-
 from __future__ import annotations
 
 from typing import cast
@@ -17,7 +15,8 @@ from tests.core.disk_world import DiskWorld
 from tests.core.world import full, key_at, recurrent, window
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
-TEXT = "abcdefghijklmnop"  # four blocks; a lookup finds three of them
+# Four blocks; a lookup returns at most three, because the engine must compute the last token.
+TEXT = "abcdefghijklmnop"
 OTHER = "ABCDEFGHIJKLMNOP"
 
 
@@ -38,7 +37,7 @@ def test_a_fetch_begins_when_its_request_arrives() -> None:
     assert world.admit(request) == 12
 
 
-def test_at_an_arrival_nothing_is_fetched_that_the_device_or_the_host_has() -> None:
+def test_an_arrival_fetches_no_block_that_is_on_the_device_or_host() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT, OTHER)
     world.serve("on the device", TEXT)
@@ -48,7 +47,7 @@ def test_at_an_arrival_nothing_is_fetched_that_the_device_or_the_host_has() -> N
     assert len(fetches(world)) == before
 
 
-def test_at_an_arrival_the_disk_continues_what_the_device_alone_has() -> None:
+def test_an_arrival_fetches_blocks_that_follow_a_device_hit() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
     [block] = world.device.hand_out(1)
@@ -57,7 +56,7 @@ def test_at_an_arrival_the_disk_continues_what_the_device_alone_has() -> None:
     assert fetches(world)[-1].blocks == 2
 
 
-def test_windows_and_states_are_fetched_at_an_arrival() -> None:
+def test_an_arrival_fetches_window_blocks_and_states() -> None:
     for group in (window(6, group=1), recurrent(group=1)):
         world = DiskWorld(full(), group, host=64, disk=64)
         world.only_on_disk(TEXT)
@@ -70,7 +69,7 @@ def test_windows_and_states_are_fetched_at_an_arrival() -> None:
         assert len(fetches(world)) == before + 1
 
 
-def test_nothing_is_fetched_for_tokens_that_are_computed_anyway() -> None:
+def test_no_block_is_fetched_for_tokens_that_must_be_computed() -> None:
     world = DiskWorld(host=32, least=13)
     world.only_on_disk(TEXT)
     request = world.add("late", TEXT)
@@ -80,7 +79,7 @@ def test_nothing_is_fetched_for_tokens_that_are_computed_anyway() -> None:
     assert fetches(world) == []
 
 
-def test_a_request_that_goes_before_its_lookup_takes_its_fetch_along() -> None:
+def test_a_request_that_ends_before_its_lookup_cancels_its_fetch() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
     request = world.add("late", TEXT)
@@ -107,7 +106,7 @@ def test_a_submitted_fetch_is_cancelled_and_its_blocks_are_not_found() -> None:
     assert world.count(SlotState.DRAINING) == 0
 
 
-def test_a_fetch_that_another_request_waits_for_goes_on() -> None:
+def test_a_fetch_that_another_request_waits_for_continues() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
     first, second = world.add("first", TEXT), world.add("second", TEXT)
@@ -119,7 +118,6 @@ def test_a_fetch_that_another_request_waits_for_goes_on() -> None:
 
 
 def test_a_request_waits_once_for_the_fetches_of_others() -> None:
-    """The request waits for the fetch of its last block, regardless of the order in which the jobs were created."""
     text = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"
     world = DiskWorld(host=64)
     world.only_on_disk(text)
@@ -137,7 +135,7 @@ def test_a_request_waits_once_for_the_fetches_of_others() -> None:
     assert world.admit(request) == 32
 
 
-def test_a_request_that_was_admitted_leaves_its_fetch_for_the_next_one() -> None:
+def test_a_fetch_continues_after_its_request_was_admitted() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
     hasty = world.add("hasty", TEXT)
@@ -148,7 +146,7 @@ def test_a_request_that_was_admitted_leaves_its_fetch_for_the_next_one() -> None
     assert world.disk_copies(LOAD, TierOutcome.DONE) == 3
 
 
-def test_what_the_disk_adds_is_computed_where_it_is_shorter_than_the_break_even() -> None:
+def test_a_disk_hit_shorter_than_the_break_even_is_computed() -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
     world.least_from[Tier.DISK] = 13
@@ -162,7 +160,7 @@ def test_what_the_disk_adds_is_computed_where_it_is_shorter_than_the_break_even(
 
 
 @pytest.mark.parametrize(("least", "count"), [(12, 1), (13, 0)])
-def test_at_an_arrival_no_hit_is_fetched_that_the_settings_have_computed(least: int, count: int) -> None:
+def test_an_arrival_fetches_no_hit_shorter_than_the_configured_minimum(least: int, count: int) -> None:
     world = DiskWorld(host=32, least=least)
     world.only_on_disk(TEXT)
     world.add("late", TEXT)
@@ -170,10 +168,10 @@ def test_at_an_arrival_no_hit_is_fetched_that_the_settings_have_computed(least: 
 
 
 @pytest.mark.parametrize(("least", "answer"), [(12, None), (13, 0)])
-def test_a_lookup_fetches_no_hit_that_measurements_have_computed(least: int, answer: int | None) -> None:
+def test_a_lookup_fetches_no_hit_shorter_than_the_measured_minimum(least: int, answer: int | None) -> None:
     world = DiskWorld(host=32)
     world.only_on_disk(TEXT)
-    world.least_from[Tier.DISK] = 13  # so that the arrival starts no fetch
+    world.least_from[Tier.DISK] = 13  # so that the request's arrival starts no fetch
     world.lookup(world.add("first", "unknown"))
     request = world.add("late", TEXT)
     world.least_from[Tier.DISK] = 0
@@ -189,7 +187,7 @@ def restarted(before: DiskWorld, *, host: int, disk: int = 32) -> DiskWorld:
     return world
 
 
-def test_after_a_restart_the_most_recently_used_come_to_the_host() -> None:
+def test_a_restart_fetches_the_most_recently_used_blocks() -> None:
     first = DiskWorld(host=16)
     first.only_on_disk(TEXT, OTHER)
     world = restarted(first, host=16)
@@ -198,7 +196,7 @@ def test_after_a_restart_the_most_recently_used_come_to_the_host() -> None:
     assert world.admit(world.add("late", OTHER)) == 12
 
 
-def test_a_warm_start_keeps_the_order_of_use_on_host_and_disk() -> None:
+def test_a_warm_start_keeps_the_eviction_order_of_host_and_disk() -> None:
     first = DiskWorld(host=16, disk=6)
     first.only_on_disk(TEXT, OTHER)
     third = "0123456789abcdef"
@@ -214,7 +212,7 @@ def test_a_warm_start_keeps_the_order_of_use_on_host_and_disk() -> None:
     assert world.on_host(OTHER) == "xx.."
 
 
-def test_r15_a_warm_start_leaves_a_prefix_to_the_request_that_looks_for_it() -> None:
+def test_r15_a_warm_start_does_not_fetch_a_prefix_that_a_request_has_looked_up() -> None:
     first = DiskWorld(host=32)
     first.only_on_disk(TEXT, OTHER)
     world = DiskWorld(before=first, host=32)
@@ -236,7 +234,7 @@ def test_a_warm_start_evicts_nothing() -> None:
     assert fetches(world) == []
 
 
-def test_a_warm_start_waits_for_loads_and_for_fetches_of_requests() -> None:
+def test_a_warm_start_waits_for_loads_and_requests_fetches() -> None:
     first = DiskWorld(host=32)
     first.only_on_disk(TEXT, OTHER)
     world = DiskWorld(before=first, host=32)
@@ -260,7 +258,7 @@ def test_a_warm_start_waits_until_host_memory_is_ready() -> None:
     assert world.on_host(TEXT) == "xxx."
 
 
-def test_r10_after_a_reset_there_is_no_warm_start() -> None:
+def test_r10_a_reset_ends_the_warm_start() -> None:
     first = DiskWorld(host=16)
     first.only_on_disk(TEXT)
     world = DiskWorld(before=first, host=16)
@@ -283,7 +281,7 @@ def ended(tier: LowerTier, number: int, *, last: int = 0, is_load_open: bool = F
     return tier.limit.share
 
 
-def test_the_limit_is_64_mib_and_an_eighth_of_the_host() -> None:
+def test_a_spill_holds_at_most_64_mib_and_an_eighth_of_the_host() -> None:
     tier = LowerTier(Tier.DISK, 1, Jobs(1))
     tier.slot_bytes = 2**20
     assert (tier.spill_slots(10_000), tier.spill_slots(80), tier.spill_slots(1)) == (64, 10, 1)
@@ -291,7 +289,7 @@ def test_the_limit_is_64_mib_and_an_eighth_of_the_host() -> None:
     assert tier.spill_slots(10_000) == 1
 
 
-def test_a_spill_beside_a_load_halves_the_limit_once_for_all_planned_before() -> None:
+def test_a_load_during_spills_halves_the_spill_limit_once() -> None:
     tier = LowerTier(Tier.DISK, 1, Jobs(1))
     assert ended(tier, 0, last=3, is_load_open=True) == 1 / 2
     assert ended(tier, 3, is_load_open=True) == 1 / 2
@@ -299,7 +297,7 @@ def test_a_spill_beside_a_load_halves_the_limit_once_for_all_planned_before() ->
     assert ended(tier, 7) == 1 / 4
 
 
-def test_spills_that_meet_loads_hold_fewer_slots() -> None:
+def test_spills_that_overlap_with_loads_hold_fewer_slots() -> None:
     world = DiskWorld(host=64, disk=64)
     texts = [letter * 33 for letter in "abcd"]
     world.disk_fails()

@@ -1,5 +1,3 @@
-"""The key index behaves like one dict, even after it has split into several dicts."""
-
 from __future__ import annotations
 
 import copy
@@ -35,7 +33,7 @@ def sizes(index: KeyIndex) -> list[int]:
     return [len(part) for part in {id(part): part for part in index.parts}.values()]
 
 
-def test_the_index_reports_what_comes_and_leaves() -> None:
+def test_the_index_reports_added_and_removed_keys() -> None:
     index = KeyIndex()
     one, two = BlockKey(b"1"), BlockKey(b"2")
     index.add([one], [SlotId(0)])
@@ -48,7 +46,7 @@ def test_the_index_reports_what_comes_and_leaves() -> None:
 
 
 @pytest.mark.parametrize("there", [0, 5_000])
-def test_what_is_expected_splits_nothing_when_it_comes(there: int) -> None:
+def test_adding_the_expected_number_of_keys_splits_no_dict(there: int) -> None:
     keys = random_keys(40_000)
     index = index_of(keys[:there])
     index.expect(len(keys))
@@ -60,7 +58,7 @@ def test_what_is_expected_splits_nothing_when_it_comes(there: int) -> None:
     assert len(sizes(index)) == before
 
 
-def test_it_is_a_mapping_in_one_dict_and_in_many() -> None:
+def test_the_key_index_is_a_mapping_with_one_dict_and_with_many() -> None:
     keys = random_keys(20_000)
     index, model = KeyIndex(), dict[BlockKey, SlotId]()
     for place in range(0, len(keys), 50):
@@ -80,10 +78,10 @@ def test_it_is_a_mapping_in_one_dict_and_in_many() -> None:
         index[keys[0]]
 
 
-def test_what_copies_itself_is_short() -> None:
+def test_each_dict_of_a_large_index_has_a_limited_size() -> None:
     index = index_of(random_keys(20 * MOST))
     assert max(sizes(index)) <= MOST
-    assert min(sizes(index)) > MOST // 4  # no dict is split too early
+    assert min(sizes(index)) > MOST // 4  # no dict was split too early
 
 
 def test_a_small_index_is_one_dict() -> None:
@@ -100,7 +98,7 @@ def test_keys_that_begin_alike_share_a_dict() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))])
 @pytest.mark.parametrize("count", [10, 4 * MOST])
-def test_a_copy_stands_alone(count: int, copied: object) -> None:
+def test_changing_a_copied_index_does_not_change_the_original(count: int, copied: object) -> None:
     keys = random_keys(count)
     index = index_of(keys)
     index.watch()
@@ -115,7 +113,7 @@ def test_a_copy_stands_alone(count: int, copied: object) -> None:
     assert fingerprint(duplicate) != fingerprint(index)
 
 
-def test_what_was_in_many_dicts_is_taken_at_once() -> None:
+def test_keys_of_many_dicts_are_taken_at_once() -> None:
     keys = random_keys(4 * MOST)
     index = index_of(keys)
     held = index.take_all()

@@ -9,7 +9,7 @@ from tests.core.world import Req, World
 
 
 def decoding(world: World, names: str) -> list[Req]:
-    """Return requests that have computed their prompts, each one token further than the previous request."""
+    """Return requests with computed prompts. Each prompt is one token longer than the previous prompt."""
     requests = []
     for number, name in enumerate(names):
         request = world.computed(name, name * (5 + number))
@@ -32,9 +32,8 @@ def test_blocks_of_a_few_steps_share_a_job() -> None:
     assert [world.on_host(request.text[:12]) for request in requests] == ["xxx"] * 4
 
 
-def test_what_was_not_reported_is_stored_at_the_end_of_its_request() -> None:
+def test_unreported_blocks_are_stored_at_the_end_of_their_request() -> None:
     world = World(report_every=100, step_tokens=1)
-    # The request's last blocks were not part of its first allocation.
     request = world.computed("a", "abcdefghijklmnopq")
     assert world.open_jobs() == []
     world.end(request)
@@ -42,7 +41,7 @@ def test_what_was_not_reported_is_stored_at_the_end_of_its_request() -> None:
     assert world.on_host("abcdefghijklmnop") == "xxxx"
 
 
-def test_what_was_not_reported_is_lost_with_a_preemption() -> None:
+def test_a_preemption_loses_unreported_blocks() -> None:
     world = World(report_every=100, step_tokens=1)
     request = world.computed("a", "abcde")
     world.preempt(request)
@@ -50,7 +49,7 @@ def test_what_was_not_reported_is_lost_with_a_preemption() -> None:
     assert world.stores() == {}
 
 
-def test_progress_of_a_request_without_a_table_is_a_contract_violation_and_no_more() -> None:
+def test_progress_of_a_request_without_a_table_is_only_counted_as_a_contract_violation() -> None:
     world = World()
     request = world.add("a", "abcde")
     world.tell(facts.StepScheduled(0, (facts.Progress(request.name, 4),)))

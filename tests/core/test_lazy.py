@@ -1,5 +1,3 @@
-"""The lazy planner stores only the blocks that the device evicts next, and stops when the engine is idle."""
-
 from __future__ import annotations
 
 import pytest
@@ -16,7 +14,7 @@ def lazy(*groups: GroupSpec, **options: object) -> World:
     return World(*groups, policy="lazy", **options)  # type: ignore[arg-type]
 
 
-def test_nothing_is_stored_while_the_device_has_room() -> None:
+def test_lazy_stores_nothing_while_the_device_has_free_blocks() -> None:
     world = lazy(device=64)
     world.end(world.computed())
     world.drain()
@@ -29,23 +27,22 @@ def test_the_next_blocks_are_stored_before_they_are_reallocated() -> None:
     for number, text in enumerate(texts):
         world.serve(f"r{number}", text)
     on_device = set(world.device.index)
-    for text in texts:  # The host has every block that the device has lost.
+    for text in texts:  # the host must have every block that the device has lost
         for key in keys_of(text, world.groups[0]):
             assert key in on_device or key in world.core.state.pool.index
     assert any(world.on_host(text) == "xxx" for text in texts)
 
 
-def test_a_device_that_steps_turn_over_is_eager() -> None:
-    # one step allocates 3 blocks
+def test_a_small_device_uses_the_eager_planner() -> None:
+    # One step may allocate 3 of the 11 usable blocks, which is too large a share for the lazy planner.
     assert isinstance(lazy(device=12, step_tokens=8).core._planner, EagerPlanner)
     assert isinstance(lazy(device=13, step_tokens=8).core._planner, LazyPlanner)
 
 
 @pytest.mark.parametrize("slots", [3, 8, 20, 39, 60])
-def test_an_engine_without_requests_comes_to_rest_whatever_the_host_holds(slots: int) -> None:
-    # Regression: each look-ahead stored the blocks at the front of the queue, which then moved to its end. If
-    # the host was smaller than the queue, this never stopped, and an engine waiting for its plugin never
-    # became idle.
+def test_an_engine_without_requests_becomes_idle_with_a_host_of_any_size(slots: int) -> None:
+    # Regression: stored blocks move to the end of the device's free queue. With a host smaller than this
+    # queue, the planner stored blocks forever, and the engine never became idle.
     world = lazy(device=40, host=slots)
     for number in range(20):
         world.serve(f"r{number}", f"{number}bcdefghijklm")
@@ -78,7 +75,7 @@ def test_blocks_lost_to_preemption_are_counted() -> None:
     for block in blocks:
         world.device.free.move_to_end(block, last=False)
     hungry = world.add("hungry", "x" * 8)
-    world.admit(hungry)  # This admission, in the same step, allocates the blocks just freed.
+    world.admit(hungry)  # The admission in the same step allocates the blocks that were just freed.
     world.step(hungry)
     assert world.stores() == {StoreOutcome.LOST: 2}
     world.admit(victim)
@@ -86,9 +83,9 @@ def test_blocks_lost_to_preemption_are_counted() -> None:
 
 
 @pytest.mark.parametrize("host", [1, 3, 5])
-def test_a_host_smaller_than_the_look_ahead_does_not_churn(host: int) -> None:
-    # Regression: blocks that did not fit on the host were stored alternately, each store evicting the
-    # previous blocks.
+def test_a_host_smaller_than_the_lookahead_does_not_store_repeatedly(host: int) -> None:
+    # Regression: if the blocks did not all fit on the host, the planner stored them again and again, because
+    # each store evicted other blocks.
     world = lazy(device=24, host=host)
     for number in range(8):
         world.serve(f"r{number}", f"{number}bcdefghijklm")
@@ -102,8 +99,9 @@ def test_a_host_smaller_than_the_look_ahead_does_not_churn(host: int) -> None:
     assert (world.stores(), world.evicted()) == before
 
 
-def test_a_look_ahead_stops_at_the_lease_limit_and_continues_in_the_next_step() -> None:
-    world = lazy(full(), device=24, step_tokens=16)  # Stores may lease 6 blocks, and a look-ahead covers 20.
+def test_the_lookahead_stops_at_the_lease_limit_and_continues_in_the_next_step() -> None:
+    # Stores may lease 6 blocks at once, and the planner looks at 20.
+    world = lazy(full(), device=24, step_tokens=16)
     assert world.shape.lease_limit == 6
     for number in range(5):
         world.end(world.computed(f"r{number}", f"{number}bcdefghijklmnop"))
@@ -115,7 +113,7 @@ def test_a_look_ahead_stops_at_the_lease_limit_and_continues_in_the_next_step() 
     world.drain()
 
 
-def test_a_look_ahead_skips_blocks_from_before_a_reset() -> None:
+def test_the_lookahead_skips_blocks_from_before_a_reset() -> None:
     world = lazy(device=24)
     for number in range(6):
         world.serve(f"r{number}", f"{number}bcdefghijklm")
@@ -131,8 +129,7 @@ def test_a_look_ahead_skips_blocks_from_before_a_reset() -> None:
 
 
 def test_a_loads_blocks_count_as_allocated_before_it_ends() -> None:
-    # Regression: blocks allocated for a load were counted only after the load, so the queue's new front was
-    # not checked.
+    # Regression: blocks allocated for a load were counted too late, so the queue's new front was not checked.
     world = lazy(device=24)
     for number in range(12):
         world.serve(f"r{number}", f"{number:02}cdefghijklm")

@@ -55,7 +55,7 @@ def searches(draw: st.DrawFn, *, one_full: bool = False) -> Search:
 
 
 def needed(group: GroupSpec, start: int, length: int) -> set[int]:
-    """Return the blocks that computing from `length` reads and that are not entirely on the device, token by token."""
+    """Return the blocks that a computation from token `length` reads, except blocks entirely on the device."""
     reads: set[int] = set()
     for token in range(length):
         back = length - token
@@ -96,7 +96,7 @@ def is_usable(
 
 
 @given(searches())
-def test_as_long_as_the_naive_search_and_the_blocks_it_needs(search: Search) -> None:
+def test_the_search_finds_the_same_length_and_blocks_as_the_simple_search(search: Search) -> None:
     shape, keys, index, start, limit = search
     match = longest_match(shape, keys, index, start, limit)
     assert match.tokens == naive(shape, keys, index, start, limit)
@@ -109,7 +109,7 @@ def test_as_long_as_the_naive_search_and_the_blocks_it_needs(search: Search) -> 
 
 
 @given(searches(one_full=True))
-def test_one_full_group_has_a_search_of_its_own(search: Search) -> None:
+def test_the_search_for_one_full_group_agrees_with_the_general_search(search: Search) -> None:
     shape, keys, index, start, limit = search
     match = longest_match(shape, keys, index, start, limit)
     general = _Search(shape, keys, index, start)
@@ -119,7 +119,7 @@ def test_one_full_group_has_a_search_of_its_own(search: Search) -> None:
 
 
 @given(searches())
-def test_what_is_named_as_missing_is_missing(search: Search) -> None:
+def test_the_key_reported_as_missing_is_missing(search: Search) -> None:
     shape, keys, index, start, limit = search
     match = longest_match(shape, keys, index, start, limit)
     assert match.missing is None or match.missing not in index
@@ -134,7 +134,7 @@ def test_what_is_named_as_missing_is_missing(search: Search) -> None:
 
 
 @pytest.mark.parametrize("groups", [(full(),), (full(), window(6, group=1)), (chunked(8), full(2, group=1))])
-def test_slots_come_heads_first(groups: tuple[GroupSpec, ...]) -> None:
+def test_matched_slots_are_returned_heads_first(groups: tuple[GroupSpec, ...]) -> None:
     shape = EngineShape(groups, 1, 8, 8)
     keys = [
         [block_key(b"%d" % at, group.group) for at in range(32 // group.block_tokens)] for group in groups
@@ -148,7 +148,7 @@ def test_slots_come_heads_first(groups: tuple[GroupSpec, ...]) -> None:
 
 
 class Part(dict[BlockKey, SlotId]):
-    """Records the keys looked up in this part of the index."""
+    """A part of an index that records which keys are looked up."""
 
     def __init__(self, slots: Mapping[BlockKey, SlotId]) -> None:
         super().__init__(slots)
@@ -160,7 +160,7 @@ class Part(dict[BlockKey, SlotId]):
 
 
 def recording(slots: Mapping[BlockKey, SlotId]) -> tuple[KeyIndex, Part]:
-    """Return an index of these keys, and the part that records its lookups."""
+    """Return an index of these keys, and its only part."""
     index, part = KeyIndex(), Part(slots)
     index.parts = [part] * len(index.parts)
     return index, part
@@ -177,8 +177,8 @@ def test_each_block_is_looked_up_once() -> None:
 
 
 def test_a_group_is_not_searched_for_a_length_that_another_has_ruled_out() -> None:
-    # Regression: a group with lookahead would look up the block after the device's hit, and a miss of that
-    # block would be attributed to the group.
+    # Regression: a group with lookahead looked up the block after the device's hit. If this block was
+    # missing, the lookup blamed the group for the miss.
     shape = EngineShape((window(5), window(5, group=1, has_lookahead=True)), 1, 8, 8)
     keys = [[block_key(b"%d" % at, GroupId(group)) for at in range(3)] for group in range(2)]
     index, part = recording({})

@@ -1,5 +1,3 @@
-"""While host memory is not ready, offers are not declined, and running requests offer their blocks again."""
-
 from __future__ import annotations
 
 import pytest
@@ -9,7 +7,7 @@ from kvoffload.model.facts import TransferReported
 from kvoffload.model.wire import Direction, TransferReport
 from tests.core.world import World, full, window
 
-TEXT = "abcdefghijklm"  # three whole blocks, and one more token to compute
+TEXT = "abcdefghijklm"  # three whole blocks, and one more token that must be computed
 
 
 def test_blocks_computed_before_memory_is_ready_are_stored_later() -> None:
@@ -25,7 +23,7 @@ def test_blocks_computed_before_memory_is_ready_are_stored_later() -> None:
     assert world.on_host(TEXT) == "xxx"
 
 
-def test_a_request_that_ends_before_has_an_outcome_of_its_own() -> None:
+def test_offers_of_a_request_that_ends_before_memory_is_ready_have_their_own_outcome() -> None:
     world = World(host=0, is_growing=True)
     world.end(world.computed("goes"))
     assert world.stores() == {StoreOutcome.NOT_READY: 3}
@@ -59,8 +57,7 @@ def test_as_memory_grows_waiting_offers_are_stored_heads_first() -> None:
     assert world.stores() == {StoreOutcome.STORED: 6}
 
 
-def test_a_host_that_is_as_large_as_it_gets_is_full() -> None:
-    """This also covers a host whose memory was refused, and which has no slots."""
+def test_a_host_that_will_not_grow_is_full() -> None:
     world = World(host=0, is_growing=True)
     request = world.computed("runs")
     world.ready_up_to(0)
@@ -81,7 +78,7 @@ def test_memory_grows_until_the_last_rank_has_it_ready() -> None:
 
 
 @pytest.mark.parametrize("is_ready", [False, True])
-def test_lazy_looks_again_once_memory_is_ready(is_ready: bool) -> None:
+def test_lazy_offers_again_once_memory_is_ready(is_ready: bool) -> None:
     world = World(host=0, device=16, step_tokens=4, policy="lazy", is_growing=True)
     for number in range(4):
         world.end(world.computed(f"r{number}", f"{number} is a prompt"))

@@ -1,5 +1,3 @@
-"""Recurrent groups: a state is stored when a step completes it, and a hit can only end at a stored state."""
-
 from __future__ import annotations
 
 import pytest
@@ -30,7 +28,7 @@ def compute(world: World, request: Req, until: int) -> None:
 
 
 def with_states(*ends: int, **chosen: bool | int | str) -> World:
-    """Return a world with an empty device and a host that has all blocks of the text, and the states after `ends`."""
+    """Return a world with an empty device. Its host has the text's blocks, and states at the lengths `ends`."""
     world = make(**chosen)
     world.states_end = ends
     request = world.admitted("first", TEXT)
@@ -43,7 +41,7 @@ def with_states(*ends: int, **chosen: bool | int | str) -> World:
     return world
 
 
-def test_nothing_of_a_recurrent_group_is_offered_by_itself() -> None:
+def test_blocks_of_a_recurrent_group_are_not_offered_without_a_state() -> None:
     world = with_states()
     assert world.on_host(TEXT) == "..."
     assert world.on_host(TEXT, group=1) == "xxx"
@@ -55,15 +53,11 @@ def test_a_hit_ends_at_the_last_state() -> None:
     assert world.on_host(TEXT) == "xx."
     request = world.add("a", TEXT)
     assert world.admit(request) == 8
-    world.load_and_run(request)  # The world checks the state from which the request continues.
+    world.load_and_run(request)  # The world checks that the request continues from the right state.
     assert world.results == [("a", True)]
 
 
 def test_r10_a_state_is_offered_after_the_steps_allocations() -> None:
-    """The step that completes the state also allocates its block.
-
-    Only after this allocation does the block count as computed since the reset.
-    """
     world = make()
     world.reset()
     request = world.admitted("a", TEXT)
@@ -92,7 +86,7 @@ def test_r8_a_state_waits_for_host_memory() -> None:
 
 
 def test_r5_a_state_that_waited_for_leases_comes_before_blocks_that_waited_longer() -> None:
-    world = make(device=16)  # stores may lease four blocks
+    world = make(device=16)  # stores may lease four of these blocks
     one, two = world.add("one", "nopqrstuvwxyzabcdefg"), world.add("two", TEXT)
     world.states_end = ()
     for request in (one, two):
@@ -171,8 +165,7 @@ def test_r2_a_state_that_is_not_its_requests_is_not_stored() -> None:
     assert world.stores()[StoreOutcome.STALE] == 1
 
 
-def test_a_state_that_is_handed_off_again_in_another_block_has_one_place() -> None:
-    """After a load, the engine hands the loaded state off again."""
+def test_a_state_handed_off_twice_uses_one_slot() -> None:
     world = with_states(4, 8)
     request = world.admitted("a", TEXT)
     world.step()
@@ -185,7 +178,6 @@ def test_a_state_that_is_handed_off_again_in_another_block_has_one_place() -> No
 
 
 def test_states_of_all_lengths_are_evicted_with_their_blocks() -> None:
-    """Blocks that a shorter prefix needs are evicted after blocks that only the tail needs (R15)."""
     world = with_states(4, 8, 12)
     pool = world.core.state.pool
     order = [pool.key(slot) for slot in pool.order]
@@ -197,7 +189,6 @@ def test_states_of_all_lengths_are_evicted_with_their_blocks() -> None:
 
 
 def test_a_recurrent_group_does_not_prevent_lazy() -> None:
-    """Each step uses only one or two blocks of a recurrent group, however many tokens the step computes."""
     groups = recurrent(), recurrent(group=1), full(group=2)
     shape = EngineShape(groups, 1, 64, step_tokens=16, promises=PROMISES)
     assert shape.turnover_blocks == 2 + 2 + 5
@@ -219,7 +210,7 @@ def test_lazy_stores_states_that_the_device_evicts_next() -> None:
     assert world.admit(world.add("again", TEXT)) == 12
 
 
-def test_lazy_stores_the_states_of_an_ending_request_where_little_is_free() -> None:
+def test_lazy_stores_the_states_of_an_ending_request_if_few_blocks_are_free() -> None:
     world = make(policy="lazy", device=40)
     request = world.admitted("a", TEXT)
     compute(world, request, 12)
@@ -233,14 +224,14 @@ def test_lazy_stores_the_states_of_an_ending_request_where_little_is_free() -> N
 # -- prefix boundaries ----------------------------------------------------------------------------------------------------
 
 SHARED = "abcdefghnopqr"
-"""has its first two blocks in common with `TEXT`"""
+"""shares its first two blocks with `TEXT`"""
 
 
 def boundary(world: World, name: str) -> int:
     return world.core.state.requests.live[RequestId(name)].boundary
 
 
-def test_where_only_a_state_is_missing_the_engine_is_asked_for_it_and_the_next_request_finds_it() -> None:
+def test_a_missing_state_is_requested_from_the_engine_and_found_by_the_next_request() -> None:
     world = with_states(12)
     world.states_end = (8,)
     for name, found in (("second", 0), ("third", 8)):
@@ -260,7 +251,7 @@ def test_where_only_a_state_is_missing_the_engine_is_asked_for_it_and_the_next_r
         world.device.forget_keys()
 
 
-def test_no_boundary_is_asked_for_where_they_are_off() -> None:
+def test_no_boundary_is_requested_when_boundaries_are_off() -> None:
     world = with_states(12, boundaries=False)
     request = world.add("second", SHARED)
     assert world.admit(request) == 0
@@ -276,8 +267,7 @@ def test_no_boundary_is_requested_within_a_hit() -> None:
     assert not boundary(world, "second")
 
 
-def test_a_boundary_lies_where_device_and_host_together_end() -> None:
-    """The device has only the first block of full attention, without a state, and the host has only the second."""
+def test_a_boundary_is_at_the_end_of_the_prefix_on_device_and_host() -> None:
     world = with_states(12)
     pool = world.core.state.pool
     pool.quarantine(pool.index[key_at(TEXT, 4, 1)])
@@ -288,7 +278,7 @@ def test_a_boundary_lies_where_device_and_host_together_end() -> None:
         assert boundary(world, "second") == wanted
 
 
-def test_a_state_that_left_the_host_is_not_called_never_kept() -> None:
+def test_a_miss_tells_an_evicted_state_from_one_never_kept() -> None:
     world = with_states(4)
     pool = world.core.state.pool
     world.reset()
@@ -297,7 +287,7 @@ def test_a_state_that_left_the_host_is_not_called_never_kept() -> None:
     assert world.miss() is MissCause.AFTER_RESET
 
 
-def test_a_missing_block_of_a_window_is_no_missing_state() -> None:
+def test_a_missing_window_block_does_not_count_as_a_missing_state() -> None:
     world = World(full(), window(5, group=1))
     world.only_on_host(TEXT)
     pool = world.core.state.pool
@@ -308,7 +298,7 @@ def test_a_missing_block_of_a_window_is_no_missing_state() -> None:
     assert not world.reported(BoundaryAsked)
 
 
-def test_a_failed_store_of_a_state_costs_its_prefix_only() -> None:
+def test_a_failed_store_of_a_state_affects_only_hits_that_end_there() -> None:
     world = make()
     request = world.admitted("a", TEXT)
     world.step(request, tokens=4)
@@ -323,8 +313,7 @@ def test_a_failed_store_of_a_state_costs_its_prefix_only() -> None:
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
-def test_r15_a_state_is_used_by_a_load_and_not_by_the_devices_own_hit(is_loaded: bool) -> None:
-    """Otherwise the unused states of a conversation's earlier turns would evict the newest states of others."""
+def test_r15_a_load_marks_a_state_as_used_and_a_device_hit_does_not(is_loaded: bool) -> None:
     world = make(host=24)
     world.states_end = (8,)
     for name, text in (("first", TEXT), ("between", OTHER)):
@@ -359,7 +348,7 @@ def served(world: World, name: str, text: str) -> Req:
 
 
 def on_disk(end: int = 8) -> DiskWorld:
-    """Return a world with an empty host and device, whose disk has all whole blocks of the text and one state."""
+    """Return a world with an empty device and host. Its disk has all whole blocks of the text and one state."""
     world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, after_hits=0, host=32, disk=400)
     world.states_end = (end,)
     request = world.admitted("first", TEXT)
@@ -382,7 +371,7 @@ def fetch(world: DiskWorld, request: Req) -> JobId:
     return job
 
 
-def test_of_several_states_the_one_that_was_found_is_written() -> None:
+def test_only_the_state_that_a_lookup_found_is_spilled() -> None:
     world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, after_hits=1, host=32, disk=400)
     world.states_end = (4, 8)
     served(world, "first", TEXT)
@@ -403,7 +392,7 @@ def test_a_state_and_the_attention_before_it_are_fetched_together() -> None:
     assert world.results[-1] == ("late", True)
 
 
-def test_a_state_whose_fetch_failed_is_the_missing_block() -> None:
+def test_a_state_whose_fetch_failed_counts_as_the_missing_block() -> None:
     world = on_disk(4)
     other = world.add("other", TEXT)
     world.report(0, fetch(world, other), FAILED)

@@ -1,5 +1,3 @@
-"""A remote tier that engines share: which blocks are written and found, and what each failure costs."""
-
 from __future__ import annotations
 
 import sys
@@ -16,17 +14,18 @@ from tests.core.remote_world import RemoteWorld
 from tests.core.world import FAILED, Req, World, full, keys_of
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
-TEXT = "abcdefghijklmnop"  # four blocks; a lookup finds three of them
+# Four blocks; a lookup returns at most three, because the engine must compute the last token.
+TEXT = "abcdefghijklmnop"
 
 
 def two(**settings: int) -> tuple[RemoteWorld, RemoteWorld]:
-    """Return two engines with one remote tier, to which the first engine has written a text."""
+    """Return two engines that share a remote tier, to which the first engine has written a text."""
     first = RemoteWorld(**settings)  # type: ignore[arg-type]  # of the world
     first.share(TEXT)
     return first, RemoteWorld(store=first.store, **settings)  # type: ignore[arg-type]
 
 
-def test_only_blocks_found_again_are_written_each_once() -> None:
+def test_only_blocks_found_again_are_written_and_each_only_once() -> None:
     world = RemoteWorld()
     world.serve("once", TEXT)
     world.drain()
@@ -38,7 +37,7 @@ def test_only_blocks_found_again_are_written_each_once() -> None:
     assert world.copied(STORE) == 3
 
 
-def test_another_engine_finds_it_and_does_not_write_it_again() -> None:
+def test_another_engine_finds_a_block_and_does_not_write_it_again() -> None:
     _, other = two(ranks=2)
     request = other.add("late", TEXT)
     assert other.lookup(request) is None
@@ -54,7 +53,7 @@ def test_another_engine_finds_it_and_does_not_write_it_again() -> None:
     assert other.copied(STORE) == 0
 
 
-def test_what_the_store_adds_is_computed_where_it_is_shorter_than_its_own_break_even() -> None:
+def test_a_remote_hit_shorter_than_its_break_even_is_computed() -> None:
     _, other = two()
     other.least_from = {Tier.DISK: 1000, Tier.REMOTE: 13}
     other.lookup(other.add("first", "unknown"))
@@ -66,7 +65,7 @@ def test_what_the_store_adds_is_computed_where_it_is_shorter_than_its_own_break_
     assert other.lookup(other.add("next", TEXT)) is None
 
 
-def test_a_lookup_waits_for_the_answer_and_no_longer() -> None:
+def test_a_lookup_waits_until_the_remote_tier_has_answered() -> None:
     _, other = two()
     request = other.add("late", TEXT, answers=False)
     assert other.asked == [(request.name, tuple(keys_of(TEXT, full())), other.namespace)]
@@ -79,7 +78,7 @@ def test_a_lookup_waits_for_the_answer_and_no_longer() -> None:
     other.run(request)
 
 
-def test_an_answer_that_comes_when_its_request_is_gone_is_a_hint_all_the_same() -> None:
+def test_an_answer_after_its_request_has_ended_still_gives_hints() -> None:
     _, other = two()
     request = other.add("gone", TEXT, answers=False)
     other.end(request)
@@ -87,7 +86,7 @@ def test_an_answer_that_comes_when_its_request_is_gone_is_a_hint_all_the_same() 
     assert len(other.remote.pool.index) == 3
 
 
-def test_r18_an_answer_to_what_was_asked_before_a_reset_is_no_hint() -> None:
+def test_r18_an_answer_to_a_query_from_before_a_reset_gives_no_hints() -> None:
     _, other = two()
     other.add("late", TEXT, answers=False)
     other.reset()
@@ -95,7 +94,7 @@ def test_r18_an_answer_to_what_was_asked_before_a_reset_is_no_hint() -> None:
     assert len(other.remote.pool.index) == 0
 
 
-def test_what_the_store_says_twice_is_one_hint() -> None:
+def test_a_repeated_answer_adds_no_second_hint() -> None:
     _, other = two()
     other.add("one", TEXT)
     other.add("two", TEXT)
@@ -103,7 +102,7 @@ def test_what_the_store_says_twice_is_one_hint() -> None:
     assert pool.capacity - pool.count(SlotState.EMPTY) == len(pool.index) == 3
 
 
-def test_what_host_and_device_have_is_not_asked_for() -> None:
+def test_blocks_on_the_host_or_device_are_not_queried() -> None:
     world = RemoteWorld()
     world.serve("once", TEXT)
     world.add("again", TEXT, answers=False)
@@ -112,7 +111,7 @@ def test_what_host_and_device_have_is_not_asked_for() -> None:
     assert [len(ask.keys) for ask in world.asked] == [1]
 
 
-def test_so_many_keys_are_asked_for_at_most() -> None:
+def test_the_number_of_queried_keys_is_limited() -> None:
     world = RemoteWorld()
     world.add("long", "x" * 4 * (MOST_ASKED + 10), answers=False)
     assert [len(ask.keys) for ask in world.asked] == [MOST_ASKED]
@@ -121,7 +120,7 @@ def test_so_many_keys_are_asked_for_at_most() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------
 
 
-def test_r17_a_lost_value_costs_the_blocks_after_it_and_one_fetch() -> None:
+def test_r17_a_lost_value_loses_the_blocks_after_it_and_one_fetch() -> None:
     first, other = two(host=32)
     del first.store[first.remote.namespace, keys_of(TEXT, full())[1], 0]
     request = other.add("late", TEXT, answers=False)
@@ -139,7 +138,7 @@ def test_r17_a_lost_value_costs_the_blocks_after_it_and_one_fetch() -> None:
     assert keys[1] not in other.remote.pool.index
 
 
-def test_r4_r17_another_writers_value_on_one_rank_is_used_by_none() -> None:
+def test_r4_r17_a_value_of_another_writer_on_one_rank_is_used_by_no_rank() -> None:
     first, other = two(host=32, ranks=2)
     first.overwrite(TEXT[:8], rank=1)
     request = other.fetched("late", TEXT)
@@ -151,7 +150,7 @@ def test_r4_r17_another_writers_value_on_one_rank_is_used_by_none() -> None:
     other.drain()
 
 
-def test_r17_a_fetch_that_fails_costs_its_request_one_wait() -> None:
+def test_r17_a_failed_fetch_makes_its_request_wait_only_once() -> None:
     _, other = two(host=32)
     request = other.add("late", TEXT)
     assert other.lookup(request) is None
@@ -172,7 +171,7 @@ def test_r17_a_put_that_fails_leaves_no_hint() -> None:
     world.drain()
 
 
-def test_r17_a_store_that_is_lost_is_not_asked_and_nothing_is_copied() -> None:
+def test_r17_a_failing_store_is_neither_queried_nor_used_for_copies() -> None:
     for lose in (RemoteWorld.fails, lambda world: world.tell(facts.RemoteLost())):
         first, other = two(host=32)
         lose(other)
@@ -185,7 +184,7 @@ def test_r17_a_store_that_is_lost_is_not_asked_and_nothing_is_copied() -> None:
         assert "x" not in first.in_store("ABCDEFGHIJKLMNOP")
 
 
-def test_r17_a_lost_store_costs_a_lookup_at_most_five_calls() -> None:
+def test_r17_a_failing_store_adds_at_most_five_calls_to_a_lookup() -> None:
     def calls_of_lookup(world: World, request: Req) -> int:
         calls = 0
 
@@ -206,7 +205,7 @@ def test_r17_a_lost_store_costs_a_lookup_at_most_five_calls() -> None:
     assert calls_of_lookup(lost, lost.add("new", TEXT)) <= without + 5
 
 
-def test_a_store_that_comes_back_is_used_again() -> None:
+def test_a_store_that_works_again_is_used() -> None:
     _, other = two(host=32)
     other.fails()
     other.fails(works=True)
@@ -217,7 +216,7 @@ def test_a_store_that_comes_back_is_used_again() -> None:
     assert len(other.remote_jobs(LOAD)) == 1
 
 
-def test_before_it_is_reached_nothing_is_asked() -> None:
+def test_a_store_that_has_not_connected_is_not_queried() -> None:
     world = RemoteWorld(is_reached=False)
     world.share(TEXT)
     assert (world.asked, world.store) == ([], {})
@@ -226,7 +225,7 @@ def test_before_it_is_reached_nothing_is_asked() -> None:
 # -- resets and generations -------------------------------------------------------------------------------------
 
 
-def test_r10_r18_nothing_from_before_a_reset_is_found_with_any_jobs_open() -> None:
+def test_r10_r18_nothing_from_before_a_reset_is_found_whichever_jobs_are_open() -> None:
     _, other = two(host=32)
     request = other.add("late", TEXT)
     other.lookup(request)
@@ -247,7 +246,7 @@ def test_r10_r18_nothing_from_before_a_reset_is_found_with_any_jobs_open() -> No
     assert len(other.remote.pool.index) == 0
 
 
-def test_r18_a_put_under_way_at_a_reset_leaves_no_hint() -> None:
+def test_r18_a_put_that_runs_during_a_reset_gives_no_hint() -> None:
     world, _, _ = putting()
     world.reset()
     world.tell(facts.RemoteOpened("print/its own"))
@@ -257,8 +256,8 @@ def test_r18_a_put_under_way_at_a_reset_leaves_no_hint() -> None:
 
 
 def putting() -> tuple[RemoteWorld, JobId, Callable[[], set[SlotState]]]:
-    """Return two ranks that write the same blocks, and a function that returns the states of the host slots
-    being read.
+    """Return a world whose two ranks are writing blocks to the remote tier, the job, and a function that
+    returns the states of the host slots being written.
     """
     world = RemoteWorld(ranks=2)
     world.serve("once", TEXT)
@@ -269,7 +268,7 @@ def putting() -> tuple[RemoteWorld, JobId, Callable[[], set[SlotState]]]:
     return world, job, lambda: {world.core.state.pool.state(slot) for slot in slots}
 
 
-def test_r18_slots_that_a_put_reads_are_not_filled_after_a_reset_until_every_rank_has_read_them() -> None:
+def test_r18_after_a_reset_slots_of_a_put_are_filled_only_when_every_rank_has_read_them() -> None:
     world, job, states = putting()
     world.reset()
     assert states() == {SlotState.DRAINING}
@@ -279,7 +278,7 @@ def test_r18_slots_that_a_put_reads_are_not_filled_after_a_reset_until_every_ran
     assert states() == {SlotState.EMPTY}
 
 
-def test_r4_slots_of_a_put_that_one_rank_has_failed_are_not_evicted_until_the_others_have_read_them() -> None:
+def test_r4_slots_of_a_failed_put_are_not_evicted_until_all_ranks_have_read_them() -> None:
     world, job, states = putting()
     world.report(0, job, FAILED)
     assert states() == {SlotState.PINNED}
@@ -297,7 +296,7 @@ def test_r16_slots_of_a_put_that_a_rank_never_reports_are_not_allocated_again() 
     assert states() == {SlotState.EMPTY}
 
 
-def test_r18_another_generation_forgets_what_the_one_before_had() -> None:
+def test_r18_a_new_generation_drops_the_hints_of_the_previous_one() -> None:
     _, other = two(host=32)
     other.add("late", TEXT)
     assert len(other.remote.pool.index) == 3

@@ -1,5 +1,3 @@
-"""R10, R11, R12 and R16: resets, the drain, broken invariants, and copies that never end."""
-
 from __future__ import annotations
 
 from itertools import product
@@ -39,7 +37,7 @@ def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
 # -- R10: resets ------------------------------------------------------------------------------------------------
 
 
-def test_r10_nothing_that_was_on_the_host_is_found() -> None:
+def test_r10_no_block_from_the_host_is_found_after_a_reset() -> None:
     world = World()
     world.serve("first", TEXT)
     world.reset()
@@ -50,7 +48,7 @@ def test_r10_nothing_that_was_on_the_host_is_found() -> None:
     assert world.miss() is MissCause.AFTER_RESET
 
 
-def test_r10_a_reset_with_lookups_stores_and_loads_open() -> None:
+def test_r10_nothing_is_found_after_a_reset_with_open_lookups_stores_and_loads() -> None:
     world = World(ranks=2)
     world.only_on_host(TEXT)
     loads = world.admitted("loads", TEXT)
@@ -83,18 +81,18 @@ def test_r10_a_reset_with_lookups_stores_and_loads_open() -> None:
     assert not world.core.state.jobs.pending
 
 
-def test_r10_a_job_that_no_worker_has_is_cancelled() -> None:
+def test_r10_a_reset_cancels_jobs_that_no_worker_has_received() -> None:
     world = World()
     request = world.admitted("a", "01234")
     world.step()
-    world.end(request)  # The request's last offer waits for the next step.
+    world.end(request)
     world.reset()
     assert world.stores() == {StoreOutcome.CANCELLED: 1}
     assert world.device.leased.total() == 0
     assert world.submit() == TransferPlan()
 
 
-def test_r10_waiting_offers_are_settled() -> None:
+def test_r10_a_reset_settles_waiting_offers() -> None:
     world = World(device=16, host=5)
     computed(world, text="0123456789" * 4)
     computed(world, "b", "9876543210" * 2)
@@ -104,7 +102,7 @@ def test_r10_waiting_offers_are_settled() -> None:
     assert world.stores()[StoreOutcome.BEFORE_RESET] > 0
 
 
-def test_r10_what_is_to_be_offered_again_is_settled() -> None:
+def test_r10_a_reset_settles_blocks_that_would_be_offered_again() -> None:
     world = World()
     one, two = world.add("one", TEXT), world.add("two", TEXT)
     world.admit(one)
@@ -136,7 +134,7 @@ def test_r10_a_request_known_at_the_reset_stores_nothing_until_it_has_a_new_tabl
 
 
 @pytest.mark.parametrize("groups", [(full(),), (full(), window(5, group=1))])
-def test_r10_a_device_hit_from_before_the_reset_taints_what_builds_on_it(groups: tuple) -> None:
+def test_r10_blocks_that_follow_a_device_hit_from_before_the_reset_are_not_stored(groups: tuple) -> None:
     world = World(*groups)
     world.end(computed(world))
     world.finish()
@@ -157,7 +155,7 @@ def test_r10_a_device_hit_from_before_the_reset_taints_what_builds_on_it(groups:
     assert world.on_host(TEXT) == "xxx"
 
 
-def test_r10_what_was_new_after_one_reset_is_old_after_the_next() -> None:
+def test_r10_blocks_computed_between_two_resets_are_not_found_after_the_second() -> None:
     world = World(host=0)
     world.reset()
     world.end(computed(world))
@@ -182,9 +180,8 @@ def test_r10_blocks_computed_after_the_reset_are_stored_by_the_request_that_find
     assert world.on_host(TEXT + "nopqrst") == "xxxxx"
 
 
-def test_r10_an_old_head_taints_though_the_last_block_is_new() -> None:
-    # Regression: only the last block of a device hit was checked, but the index may return an older block for
-    # the head.
+def test_r10_blocks_that_follow_an_old_head_are_not_stored_even_if_the_hits_last_block_is_new() -> None:
+    # Regression: only a device hit's last block was checked, but the index may return an older head.
     world = World()
     old = computed(world, text="abcde")
     world.end(old)
@@ -192,7 +189,8 @@ def test_r10_an_old_head_taints_though_the_last_block_is_new() -> None:
     world.reset()
     skips = world.add("skips", TEXT)
     head = old.tables[0][0]
-    world.device._forget_key(head)  # The head is computed again, so the index has two blocks with its key.
+    # The head is computed again, so the device's index has two blocks with its key.
+    world.device._forget_key(head)
     world.admit(skips)
     world.run(skips)
     world.end(skips)
@@ -208,7 +206,7 @@ def test_r10_an_old_head_taints_though_the_last_block_is_new() -> None:
     assert world.on_host(TEXT + "nopqrst") == "xxx.."
 
 
-def test_r10_what_was_watched_before_a_reset_is_not_offered_again_after_it() -> None:
+def test_r10_blocks_watched_before_a_reset_are_not_offered_again() -> None:
     world = World(host=3)
     world.serve("first", TEXT)
     world.computed("watches", TEXT)
@@ -267,18 +265,18 @@ def test_r11_a_preempted_request_settles_its_waiting_offers() -> None:
     world.end(request)
 
 
-def test_r11_a_preemption_is_noticed_at_the_next_lookup() -> None:
+def test_r11_the_next_lookup_notices_a_preemption() -> None:
     world = World(host=0)
     request = computed(world)
     world.preempt(request)
     world.admit(request)  # The request is admitted again before the step that reports its preemption.
     assert world.stores() == {StoreOutcome.LOST: 3}
-    world.step()  # This step reports the preemption, which concerns the earlier block table.
+    world.step()  # This step reports the preemption, which must not affect the new block table.
     assert world.core.state.requests.live[request.name].table is not None
     world.run(request)
 
 
-def test_r11_the_store_of_a_table_that_was_lost_does_not_concern_the_next() -> None:
+def test_r11_a_store_of_an_earlier_table_does_not_affect_the_new_table() -> None:
     world = World(host=3)
     request = computed(world)
     world.preempt(request)
@@ -291,7 +289,7 @@ def test_r11_the_store_of_a_table_that_was_lost_does_not_concern_the_next() -> N
 # -- R12: a broken invariant -----------------------------------------------------------------------------------
 
 
-def test_r12_nothing_new_starts_and_what_runs_drains() -> None:
+def test_r12_after_a_broken_invariant_no_job_starts_and_open_jobs_drain() -> None:
     world = World(ranks=2)
     world.only_on_host(TEXT)
     loads = world.admitted("loads", TEXT)
@@ -302,14 +300,14 @@ def test_r12_nothing_new_starts_and_what_runs_drains() -> None:
     pinned = world.add("pinned", TEXT)
     assert world.lookup(pinned, may_wait=False) == 12
     world.degrade()
-    world.degrade()  # is reported once
+    world.degrade()
     assert world.reported(OffloadingDegraded) == [OffloadingDegraded(DegradeCause.INVARIANT_BROKEN, "a test")]
     world.allocate(pinned, 12)
     assert world.results == [("pinned", False)]
     world.run(stores)
     assert len(world.open_jobs()) == 2
     world.finish()
-    assert world.results[1:] == [("loads", False)]  # after the error, the load cannot be trusted
+    assert world.results[1:] == [("loads", False)]  # after an error, a load's bytes cannot be trusted
     assert world.on_host("0123456789") == ".."
     assert world.stores() == {StoreOutcome.STORED: 3, StoreOutcome.DEGRADED: 2}
     later = world.add("later", TEXT)
@@ -325,7 +323,7 @@ def test_r12_nothing_new_starts_and_what_runs_drains() -> None:
     assert world.stores()[StoreOutcome.DEGRADED] > 2
 
 
-def test_r12_loads_and_stores_that_no_worker_has_are_cancelled() -> None:
+def test_r12_jobs_that_no_worker_has_received_are_cancelled() -> None:
     world = World()
     world.only_on_host(TEXT)
     other = world.admitted("b", "01234")
@@ -367,7 +365,7 @@ def test_r16_a_store_that_never_ends_is_abandoned() -> None:
     assert world.core.state.jobs.count(Direction.STORE, JobState.ABANDONED) == 2
 
 
-def test_r16_its_slots_are_never_allocated_again_even_if_it_ends_late() -> None:
+def test_r16_an_abandoned_stores_slots_are_never_allocated_again_even_if_it_ends_late() -> None:
     world = World(host=4)
     request = computed(world)
     jobs = world.open_jobs()
@@ -401,7 +399,7 @@ def test_r16_a_load_that_never_ends_is_abandoned() -> None:
     assert world.results == [("a", False)]
 
 
-def test_r16_after_a_reset_what_never_ends_is_abandoned_too() -> None:
+def test_r16_a_copy_that_never_ends_is_abandoned_after_a_reset() -> None:
     world = World()
     computed(world)
     world.reset()
@@ -424,7 +422,7 @@ def test_r16_a_request_with_a_stuck_copy_holds_no_slot_once_it_has_ended() -> No
     assert not world.core.state.pool.holds
 
 
-def test_r16_a_request_that_has_ended_waits_with_its_slots_for_no_copy_that_is_stuck() -> None:
+def test_r16_slots_of_an_ended_request_are_released_despite_a_stuck_copy() -> None:
     world = World(host=8)
     text = TEXT + "nopqrstuvwxy"
     request = computed(world, text=text)

@@ -1,5 +1,3 @@
-"""R1, R2, R9 and R14: lookups, the engine's use of their answers, and loads that fail."""
-
 from __future__ import annotations
 
 import pytest
@@ -14,7 +12,7 @@ from kvoffload.model.wire import NOTHING, Direction, TransferReport
 from tests.core.fingerprint import fingerprint
 from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, handle, key_at, window
 
-TEXT = "abcdefghijklm"  # three whole blocks, and one more token to compute
+TEXT = "abcdefghijklm"  # three whole blocks, and one more token that must be computed
 
 
 def cached(text: str = TEXT, **options: object) -> World:
@@ -67,7 +65,7 @@ def test_r1_a_reset_drops_the_pins_and_the_allocation_survives_it() -> None:
     world.reset()
     assert drops(world) == [(PinDropCause.RESET, 3)]
     assert world.count(SlotState.EMPTY) == world.ready
-    world.allocate(late, 12)  # The engine allocates with the answer of an earlier lookup.
+    world.allocate(late, 12)  # The engine uses the answer of an earlier lookup.
     assert violations(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
     assert world.results == [("late", False)]
 
@@ -84,8 +82,7 @@ def test_r1_two_lookups_pin_a_slot_twice() -> None:
 
 
 def test_r1_a_pinned_slot_that_was_invalidated_is_not_loaded() -> None:
-    # Regression: the load used the slots pinned by an earlier lookup, although another request's load had
-    # invalidated them.
+    # Regression: a load used slots that an earlier lookup had pinned and another load had invalidated.
     world = cached()
     one, two = world.add("one", TEXT), world.add("two", TEXT)
     world.lookup(two)
@@ -120,7 +117,7 @@ def test_r2_more_tokens_than_were_found_fail_the_load() -> None:
     assert world.results == [("a", False)]
 
 
-def test_r2_more_tokens_than_were_found_are_loaded_where_the_host_has_them_by_now() -> None:
+def test_r2_more_tokens_than_were_found_are_loaded_if_the_host_now_has_them() -> None:
     world = cached()
     request = world.add("a", TEXT)
     world.allocate(request, 12)
@@ -131,8 +128,8 @@ def test_r2_more_tokens_than_were_found_are_loaded_where_the_host_has_them_by_no
 
 
 def test_r2_a_hit_that_the_engine_declines_is_a_miss_and_no_contract_violation() -> None:
-    # Regression: when we were second in a MultiConnector, each hit of the first connector was counted as a
-    # contract violation and as our hit.
+    # Regression: when kvoffload was the second connector in a MultiConnector, each hit of the first connector
+    # was counted as a contract violation and as our hit.
     world = cached()
     request = world.add("a", TEXT)
     assert world.lookup(request) == 12
@@ -146,7 +143,7 @@ def test_r2_a_hit_that_the_engine_declines_is_a_miss_and_no_contract_violation()
     world.run(request)
 
 
-def test_r2_fewer_tokens_accepted_than_found() -> None:
+def test_r2_the_engine_accepts_fewer_tokens_than_were_found() -> None:
     world = cached()
     request = world.add("a", TEXT)
     assert world.admit(request, accept=4) == 12
@@ -170,7 +167,7 @@ def test_r2_fewer_tokens_than_found_need_other_blocks_of_a_window() -> None:
     assert world.admit(request, accept=8) == 16
     world.load_and_run(request)
     assert world.results == [("a", True)]
-    # two blocks of the full group, and the deepest block of the window group
+    # two blocks of the full-attention group, and the deepest block of the window group
     assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]
 
 
@@ -236,7 +233,7 @@ def test_r2_an_unknown_request_does_not_wait_for_tokens() -> None:
     assert world.core.take_results().failed == ["nobody"]
 
 
-def test_r2_a_request_that_is_seen_twice_stays_what_it_is() -> None:
+def test_r2_seeing_a_request_twice_changes_nothing() -> None:
     world = World()
     request = world.admitted("a", TEXT)
     world.tell(facts.RequestSeen(request.name, 1, ((),)))
@@ -244,7 +241,7 @@ def test_r2_a_request_that_is_seen_twice_stays_what_it_is() -> None:
     world.run(request)
 
 
-def test_r2_a_running_request_that_is_allocated_again_stays_what_it_is() -> None:
+def test_r2_allocating_a_running_request_again_changes_nothing() -> None:
     world = World()
     request = world.admitted("a", TEXT)
     world.step()
@@ -257,7 +254,7 @@ def test_r2_a_running_request_that_is_allocated_again_stays_what_it_is() -> None
     assert violations(world) == []
 
 
-def test_r2_a_loading_request_that_is_allocated_or_looked_up_again_goes_on_loading() -> None:
+def test_r2_a_loading_request_that_is_allocated_or_looked_up_again_continues_loading() -> None:
     world = cached()
     request = world.admitted("a", TEXT)
     tables = tuple(map(tuple, request.tables))
@@ -268,14 +265,14 @@ def test_r2_a_loading_request_that_is_allocated_or_looked_up_again_goes_on_loadi
     assert world.results == [("a", True)]
 
 
-def test_r2_a_step_that_reports_fewer_tokens_and_nothing_new_changes_nothing() -> None:
+def test_r2_a_step_that_reports_fewer_tokens_changes_nothing() -> None:
     world = World()
     request = world.computed("a", TEXT)
     world.finish()
     world.idle_step()
     before = fingerprint(world.core)
     world.tell(facts.StepScheduled(world.steps, (facts.Progress(request.name, 4),)))
-    world.core.state.steps -= 1  # only the step count may differ
+    world.core.state.steps -= 1  # apart from the step count, the core must be unchanged
     assert fingerprint(world.core) == before
 
 
@@ -291,7 +288,7 @@ def test_r2_a_report_of_an_unknown_rank_or_job_is_survived() -> None:
 # -- lookups ----------------------------------------------------------------------------------------------------
 
 
-def test_lookups_are_counted_once_an_admission_with_the_last_answer() -> None:
+def test_each_admission_counts_one_lookup_with_its_last_answer() -> None:
     world = cached()
     request = world.add("a", TEXT + "nopq")
     for _ in range(3):
@@ -302,7 +299,7 @@ def test_lookups_are_counted_once_an_admission_with_the_last_answer() -> None:
     ]
 
 
-def test_a_hit_shorter_than_the_policys_least_is_declined() -> None:
+def test_a_hit_shorter_than_the_policys_minimum_is_declined() -> None:
     world = cached(least=16)
     assert world.lookup(world.add("asks for less", TEXT), least=4) == 0
     assert world.admit(world.add("a", TEXT)) == 0
@@ -311,7 +308,7 @@ def test_a_hit_shorter_than_the_policys_least_is_declined() -> None:
 
 
 @pytest.mark.parametrize(("first", "later", "answer"), [(16, 4, 0), (12, 16, 12), (0, 16, 12)])
-def test_a_requests_first_lookup_decides_how_short_a_hit_may_be(first: int, later: int, answer: int) -> None:
+def test_a_requests_first_lookup_fixes_its_minimum_hit(first: int, later: int, answer: int) -> None:
     world = cached(least=4)
     request = world.add("a", TEXT)
     assert world.lookup(request, least=first) == answer
@@ -326,7 +323,7 @@ def test_a_request_that_opted_out_reads_nothing() -> None:
     assert world.miss() is MissCause.OPTED_OUT
 
 
-def test_a_miss_says_that_the_store_is_still_open() -> None:
+def test_a_miss_names_an_open_store_as_its_cause() -> None:
     world = World()
     world.computed("a", TEXT)
     world.device.forget_keys()
@@ -343,7 +340,7 @@ def test_a_preempted_request_also_looks_up_its_generated_tokens() -> None:
     world.preempt(request)
     world.device.forget_keys()
     assert len(request.text) == 18
-    assert world.admit(request) == 16  # more tokens than its prompt has
+    assert world.admit(request) == 16  # the hit is longer than the prompt, which has 13 tokens
 
 
 # -- R9: loads that fail ----------------------------------------------------------------------------------------
@@ -369,7 +366,7 @@ def test_r9_a_failed_load_is_recomputed_and_never_tried_again(outcome: object) -
     world.admit(world.add("another", TEXT))
     assert world.miss() is (MissCause.CORRUPT if is_corrupt else MissCause.LOAD_FAILED)
     assert world.count(SlotState.EMPTY) == world.ready - 3 * is_corrupt
-    world.serve("again", TEXT)  # The text is stored on the host again.
+    world.serve("again", TEXT)
     world.device.forget_keys()
     assert world.admit(request) == 0
     assert world.miss() is MissCause.LOAD_FAILED
@@ -377,7 +374,9 @@ def test_r9_a_failed_load_is_recomputed_and_never_tried_again(outcome: object) -
 
 
 @pytest.mark.parametrize(("rotten", "left"), [([1], "x.x"), ([0, 1, 2], "...")])
-def test_r9_corrupt_blocks_are_quarantined_and_the_others_stay(rotten: list[int], left: str) -> None:
+def test_r9_corrupt_blocks_are_quarantined_and_the_loads_other_blocks_are_kept(
+    rotten: list[int], left: str
+) -> None:
     world = cached()
     slots = sorted(world.core.state.pool.index.values())
     for position in rotten:
@@ -393,7 +392,7 @@ def test_r9_corrupt_blocks_are_quarantined_and_the_others_stay(rotten: list[int]
     assert world.miss() is MissCause.CORRUPT
 
 
-def test_r9_a_request_that_ends_takes_back_its_own_load_and_no_other() -> None:
+def test_r9_a_request_that_ends_cancels_only_its_own_load() -> None:
     world = cached()
     one, two = world.add("one", TEXT), world.add("two", TEXT)
     world.admit(one)
@@ -406,9 +405,11 @@ def test_r9_a_request_that_ends_takes_back_its_own_load_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("order", [(CORRUPT, FAILED), (FAILED, CORRUPT)])
-def test_r9_a_rank_that_fails_invalidates_all_also_where_another_names_a_corrupt_block(order: tuple) -> None:
-    # Regression: only the first rank's report counted. After a corrupt block, a failed copy left its other
-    # slots in the index.
+def test_r9_a_failed_rank_invalidates_all_blocks_even_if_another_rank_names_one_corrupt_block(
+    order: tuple,
+) -> None:
+    # Regression: only the first failing rank's report counted. If that rank reported one corrupt block, the
+    # slots that another rank failed to copy stayed in the index.
     world = cached(ranks=2)
     loading(world)
     (job,) = world.open_jobs(Direction.LOAD)
@@ -431,7 +432,7 @@ def test_r9_destinations_stay_leased_until_every_rank_has_ended() -> None:
     assert world.device.leased.total() == 0
 
 
-def test_r9_a_load_that_is_abandoned_keeps_its_blocks_from_reuse() -> None:
+def test_r9_blocks_of_an_abandoned_load_are_not_reused() -> None:
     world = cached(device=16)
     request = loading(world)
     (job,) = world.open_jobs(Direction.LOAD)
@@ -459,12 +460,12 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
     assert len(world.reported(LookupDeferred)) == 49
     world.step()
     assert [world.admit(request) for request in crowd[1:]] == [None] * 49
-    # each wait is reported once, however often the engine asks
+    # each request's wait is reported once, however often the engine asks
     assert len(world.reported(LookupDeferred)) == 49
     world.finish()
     assert world.results == [("r0", True)]
     world.device.forget_keys()
-    assert world.admit(crowd[1]) is None  # the load has ended, but its request does not run yet
+    assert world.admit(crowd[1]) is None  # the load has ended, but the request that loaded does not run yet
     world.step()
     assert [world.admit(request) for request in crowd[1:]] == [0] * 49
     assert all(request.brought == (12, 0) for request in crowd[1:])
@@ -472,7 +473,7 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
 
 
 @pytest.mark.parametrize("how", ["fails", "ends", "abandoned", "reset"])
-def test_r14_a_waiting_request_continues_if_the_owner_does_not(how: str) -> None:
+def test_r14_a_waiting_request_continues_when_the_owner_of_the_load_ends(how: str) -> None:
     world = cached()
     owner = loading(world)
     waits = world.add("b", TEXT)
@@ -499,7 +500,7 @@ def test_r14_no_request_waits_for_a_load_that_failed_when_its_slots_are_filled_a
     assert world.admit(world.add("b", TEXT)) == 12
 
 
-def test_r14_once_the_owner_runs_no_request_waits_for_it() -> None:
+def test_r14_no_request_waits_for_a_load_whose_owner_runs() -> None:
     world = cached()
     loading(world)
     waits = world.add("b", TEXT)
@@ -512,7 +513,7 @@ def test_r14_once_the_owner_runs_no_request_waits_for_it() -> None:
     assert world.admit(waits) == 12
 
 
-def test_r14_an_owner_that_was_given_blocks_again_keeps_no_request_waiting() -> None:
+def test_r14_no_request_waits_for_an_owner_that_was_allocated_again() -> None:
     # Regression: when a request was preempted and readmitted within a step, without a lookup, its loaded
     # blocks had no owner.
     world = cached()
@@ -527,7 +528,7 @@ def test_r14_an_owner_that_was_given_blocks_again_keeps_no_request_waiting() -> 
 
 
 def test_r14_no_request_waits_for_a_load_from_before_a_reset() -> None:
-    # Regression: slots that were emptied after the reset and filled again still had the old load's owner.
+    # Regression: slots emptied by a reset still belonged to the old load's request after they were reused.
     world = cached(host=3)
     loading(world)
     world.reset()
@@ -539,7 +540,7 @@ def test_r14_no_request_waits_for_a_load_from_before_a_reset() -> None:
     assert world.admit(world.add("b", "0123456789abc")) == 12
 
 
-def test_r14_a_request_that_may_not_wait_loads_itself() -> None:
+def test_r14_a_request_that_may_not_wait_loads_the_blocks_itself() -> None:
     world = cached()
     loading(world)
     assert world.admit(world.add("b", TEXT), may_wait=False) == 12
@@ -548,14 +549,14 @@ def test_r14_a_request_that_may_not_wait_loads_itself() -> None:
     assert world.results == [("a", True), ("b", True)]
 
 
-def test_r14_an_engine_that_cannot_wait_never_has_to() -> None:
+def test_r14_an_engine_without_deferred_lookups_is_never_told_to_wait() -> None:
     world = World(promises=Promises(can_wait=False))
     world.only_on_host(TEXT)
     loading(world)
     assert world.admit(world.add("b", TEXT)) == 12
 
 
-def test_r14_a_first_owner_stays_the_owner() -> None:
+def test_r14_the_first_request_that_loads_stays_the_owner() -> None:
     world = cached()
     first = loading(world)
     second = loading(world, "b")
@@ -565,9 +566,9 @@ def test_r14_a_first_owner_stays_the_owner() -> None:
     assert world.reported(LookupDeferred)[-1].owner == first.name
 
 
-def test_r14_one_that_would_not_wait_is_waited_for_when_the_first_owner_is_gone() -> None:
-    # Regression: only the first request that loaded a slot was remembered, so a third request loaded the
-    # second one's blocks again.
+def test_r14_requests_wait_for_the_second_owner_after_the_first_has_ended() -> None:
+    # Regression: only the first request that loaded a slot was remembered. A third request therefore loaded
+    # the blocks of the second request again.
     world = cached()
     first = loading(world)
     second = world.add("b", TEXT)
@@ -590,7 +591,7 @@ def test_r14_a_request_that_shares_only_a_loads_tail_waits_too() -> None:
     assert world.admit(world.add("waits", TEXT)) is None
 
 
-def test_a_load_of_nothing_that_the_engine_reads_has_ended_at_once() -> None:
+def test_a_load_without_blocks_ends_at_once() -> None:
     world = cached()
     name = RequestId("a")
     request = world.add("a", TEXT)
@@ -601,7 +602,7 @@ def test_a_load_of_nothing_that_the_engine_reads_has_ended_at_once() -> None:
     assert world.count(SlotState.PINNED) == 0
 
 
-def test_a_prompt_that_the_device_holds_whole_misses_nothing() -> None:
+def test_a_prompt_entirely_on_the_device_counts_no_miss() -> None:
     world = cached()
     request = world.add("a", TEXT[:12])
     assert world.core.lookup(request.name, 12, may_wait=True) == 0

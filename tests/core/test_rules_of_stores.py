@@ -1,7 +1,3 @@
-"""R3, R4, R5, R7, R8 and R15: which blocks are stored, when stored blocks can hit, and which blocks are
-evicted for new ones.
-"""
-
 from __future__ import annotations
 
 import pytest
@@ -15,7 +11,7 @@ from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId
 from kvoffload.model.wire import Direction, TransferReport
 from tests.core.world import DONE, FAILED, Req, World, full, key_at, window
 
-TEXT = "abcdefghijklm"  # three whole blocks, and one more token to compute
+TEXT = "abcdefghijklm"  # three whole blocks, and one more token that must be computed
 
 
 def side_by_side(world: World) -> tuple[Req, Req]:
@@ -44,7 +40,7 @@ def offer(world: World, *blocks: tuple[BlockKey, DeviceBlockId]) -> None:
 
 
 def named(world: World, *keys: BlockKey) -> list[DeviceBlockId]:
-    """Return device blocks that the engine has confirmed to contain these keys."""
+    """Allocate device blocks for these keys, as if they were computed; return the blocks."""
     blocks = world.device.hand_out(len(keys))
     for block, key in zip(blocks, keys, strict=True):
         world.device.name(block, key)
@@ -56,7 +52,7 @@ def named(world: World, *keys: BlockKey) -> list[DeviceBlockId]:
 # -- R3: a block whose store is open ----------------------------------------------------------------------------
 
 
-def test_r3_the_same_prefix_twice_while_its_store_is_open_across_steps_and_after() -> None:
+def test_r3_a_prefix_that_two_requests_compute_is_stored_once() -> None:
     world = World()
     first = world.computed()
     under_way = stored_blocks(world)
@@ -73,7 +69,7 @@ def test_r3_the_same_prefix_twice_while_its_store_is_open_across_steps_and_after
     assert world.stores()[StoreOutcome.ALREADY_CACHED] == 3
 
 
-def test_r3_a_block_stays_off_limits_until_the_last_rank_of_a_failed_store_has_ended() -> None:
+def test_r3_a_block_is_not_stored_again_until_every_rank_of_a_failed_store_has_ended() -> None:
     world = World(ranks=2)
     first = world.computed()
     for job in world.open_jobs():
@@ -87,7 +83,7 @@ def test_r3_a_block_stays_off_limits_until_the_last_rank_of_a_failed_store_has_e
     world.admitted("c", TEXT)
     assert world.miss() is MissCause.STORE_FAILED
     world.finish()
-    world.end(second)  # The request's blocks can be offered only until it ends.
+    world.end(second)  # after its end, a request can no longer offer its blocks
     world.drain()
     assert world.stores()[StoreOutcome.FAILED] == 3
 
@@ -107,7 +103,7 @@ def test_r3_a_block_that_an_abandoned_load_may_still_write_is_not_stored() -> No
     assert stored_blocks(world) == []
 
 
-def test_r3_what_waits_for_a_copy_is_stored_at_the_end_of_its_request() -> None:
+def test_r3_an_offer_that_waits_for_a_copy_is_stored_at_its_requests_end() -> None:
     world = World(ranks=2)
     world.computed()
     for job in world.open_jobs():
@@ -129,7 +125,7 @@ def test_r3_an_offer_that_waits_for_a_copy_at_the_requests_end_fails() -> None:
 
 
 @pytest.mark.parametrize("how", ["fails", "is abandoned"])
-def test_r3_another_block_with_the_hash_is_offered_again_when_the_first_does_not_arrive(how: str) -> None:
+def test_r3_a_duplicate_is_offered_again_when_the_first_store_fails(how: str) -> None:
     world = World()
     one, two = side_by_side(world)
     mine, others = one.tables[0][:3], two.tables[0][:3]
@@ -148,7 +144,7 @@ def test_r3_another_block_with_the_hash_is_offered_again_when_the_first_does_not
     assert world.on_host(TEXT) == "xxx"
 
 
-def test_r3_another_block_that_no_longer_holds_the_key_is_not_stored_in_its_place() -> None:
+def test_r3_a_duplicate_that_no_longer_has_the_key_is_not_stored() -> None:
     world = World(device=16)
     _, two = side_by_side(world)
     world.end(two)
@@ -159,7 +155,7 @@ def test_r3_another_block_that_no_longer_holds_the_key_is_not_stored_in_its_plac
     assert world.stores()[StoreOutcome.STALE] + world.stores().get(StoreOutcome.NOT_HASHED, 0) == 3
 
 
-def test_r3_one_key_twice_in_one_offer() -> None:
+def test_r3_a_key_that_is_twice_in_one_offer_is_stored_once() -> None:
     world = World()
     key = key_at("abcd", 4)
     one, two = named(world, key, key)
@@ -170,7 +166,7 @@ def test_r3_one_key_twice_in_one_offer() -> None:
 
 
 @pytest.mark.parametrize("host", [1, 2])
-def test_r3_a_duplicate_of_a_block_that_is_declined_is_stored_in_its_place(host: int) -> None:
+def test_r3_a_duplicate_is_stored_when_the_first_block_is_declined(host: int) -> None:
     world = World(host=host)
     head, tail = key_at(TEXT, 4), key_at(TEXT, 8)
     wrong, right, deeper = named(world, key_at("wxyz", 4), head, tail)
@@ -184,7 +180,7 @@ def test_r3_a_duplicate_of_a_block_that_is_declined_is_stored_in_its_place(host:
     assert [pool.key(slot) for slot in pool.order] == [tail, head][-host:]
 
 
-def test_r3_a_duplicate_of_a_block_without_room_waits_in_its_place() -> None:
+def test_r3_a_duplicate_waits_for_a_slot_when_the_first_block_got_none() -> None:
     world = World(device=24, host=0)
     one, two = world.add("one", TEXT), world.add("two", TEXT)
     world.admit(one)
@@ -199,7 +195,7 @@ def test_r3_a_duplicate_of_a_block_without_room_waits_in_its_place() -> None:
     assert stored_blocks(world) == two.tables[0][:2]
 
 
-def test_r3_a_duplicate_whose_request_has_ended_is_stored_when_the_first_fails() -> None:
+def test_r3_a_duplicate_of_an_ended_request_is_stored_when_the_first_store_fails() -> None:
     world = World()
     _, two = side_by_side(world)
     others = two.tables[0][:3]
@@ -213,7 +209,7 @@ def test_r3_a_duplicate_whose_request_has_ended_is_stored_when_the_first_fails()
     assert world.on_host(TEXT) == "xxx"
 
 
-def test_r3_a_later_request_of_the_same_name_does_not_get_an_earlier_ones_offers() -> None:
+def test_r3_a_request_does_not_inherit_the_offers_of_an_earlier_request_with_its_name() -> None:
     world = World(device=12)  # stores may lease three blocks, as many as one request has
     _, two = side_by_side(world)
     world.end(two)
@@ -228,7 +224,7 @@ def test_r3_a_later_request_of_the_same_name_does_not_get_an_earlier_ones_offers
     assert list(record.waiting) == [(0, 0), (0, 1), (0, 2)]
 
 
-def test_r15_cached_keys_are_used_head_last_and_a_key_twice_in_one_offer_once() -> None:
+def test_r15_cached_keys_are_marked_as_used_once_with_the_head_last() -> None:
     world = World()
     keys = [key_at(TEXT, end) for end in (4, 8)]
     states = tuple(zip(keys, named(world, *keys), strict=True))
@@ -272,7 +268,7 @@ def test_r4_a_rank_that_confirms_twice_or_late_changes_nothing() -> None:
     world.repeat_report(1)
 
 
-def test_r4_one_failed_rank_invalidates_a_slot_at_once_and_it_is_empty_only_when_all_have_ended() -> None:
+def test_r4_a_failed_rank_invalidates_a_slot_which_is_empty_only_after_all_ranks_have_ended() -> None:
     world = World(ranks=3)
     world.computed("a", TEXT[:5])
     (job,) = world.open_jobs()
@@ -301,16 +297,16 @@ def test_r4_a_failed_rank_of_a_load_invalidates_its_slots_while_others_read_them
     assert world.count(SlotState.EMPTY) == world.ready
 
 
-def test_r4_capacity_is_what_every_rank_has_ready() -> None:
+def test_r4_the_capacity_is_the_number_of_slots_that_every_rank_has_ready() -> None:
     world = World(ranks=2, host=0)
     for rank, slots, capacity in [(0, 8, 0), (1, 3, 3), (1, 2, 3), (1, 9, 8)]:
         world.tell(facts.TransferReported(TransferReport(world.ranks[rank], (), slots)))
         assert world.core.state.pool.capacity == capacity
 
 
-def test_a_draining_slot_does_not_take_its_key_from_a_newer_one() -> None:
+def test_invalidating_a_draining_slot_keeps_a_newer_slots_index_entry() -> None:
     # Regression: after a reset, a slot being emptied kept its old key. Invalidating this slot again removed
-    # the key of its successor from the index.
+    # the index entry of a newer slot with the same key.
     world = World(ranks=2)
     world.only_on_host(TEXT)
     world.admit(world.add("a", TEXT))
@@ -328,7 +324,7 @@ def test_a_draining_slot_does_not_take_its_key_from_a_newer_one() -> None:
 
 
 def test_r5_stores_lease_no_more_than_a_quarter_of_the_device() -> None:
-    world = World(device=32)  # a quarter is 8 blocks
+    world = World(device=32)  # stores may lease a quarter, 8 blocks
     request = world.computed(text="0123456789" * 8)
     assert len(stored_blocks(world)) == 8
     world.step()
@@ -342,7 +338,7 @@ def test_r5_stores_lease_no_more_than_a_quarter_of_the_device() -> None:
     assert world.on_host("0123456789" * 8) == "x" * 20
 
 
-def test_r5_an_offer_that_waits_for_room_at_its_requests_end_is_declined() -> None:
+def test_r5_an_offer_that_still_waits_for_leases_at_its_requests_end_is_declined() -> None:
     world = World(device=32)
     world.end(world.computed(text="0123456789" * 8))
     assert world.stores() == {StoreOutcome.LEASE_LIMIT: 12}
@@ -353,7 +349,7 @@ def test_r5_an_offer_that_waits_for_room_at_its_requests_end_is_declined() -> No
     assert world.miss() is MissCause.DECLINED_LEASE_LIMIT
 
 
-def test_r5_a_request_that_ends_leaves_nothing_waiting_for_room() -> None:
+def test_r5_offers_of_ended_requests_do_not_keep_waiting() -> None:
     # Regression: with copies that never end, offers waiting for free slots were kept forever, even after
     # their requests had ended.
     world = World(device=32)
@@ -368,7 +364,7 @@ def test_r5_a_leased_block_is_not_allocated_after_its_request_ended() -> None:
     under_way = stored_blocks(world)
     world.end(request)
     assert all(world.device.leased[block] == 1 for block in under_way)
-    for number in range(3):  # `DevicePool` checks each allocation.
+    for number in range(3):  # `DevicePool` checks that leased blocks are not allocated.
         hungry = world.admitted(f"r{number}", str(number) * 40)
         world.run(hungry, until=40)
         world.end(hungry)
@@ -389,7 +385,7 @@ def test_r5_a_filling_slot_is_not_evicted() -> None:
 
 
 def leave(world: World, request: Req, how: str, outcome: CopyOutcome) -> None:
-    """Let a request with copies end, lose its blocks, wait too long, or be reset; then end its copies."""
+    """Let a request with open copies end, be preempted, time out or be reset; then end the copies."""
     if how == "ended":
         world.end(request)
     elif how == "preempted":
@@ -407,7 +403,7 @@ def leave(world: World, request: Req, how: str, outcome: CopyOutcome) -> None:
 @pytest.mark.parametrize("outcome", [DONE, FAILED])
 @pytest.mark.parametrize("leaves", ["ended", "preempted", "abandoned", "reset"])
 @pytest.mark.parametrize("stage", ["planned", "submitted", "one rank"])
-def test_r5_leases_of_a_store_are_given_back_exactly_once(
+def test_r5_leases_of_a_store_are_released_exactly_once(
     stage: str, leaves: str, outcome: CopyOutcome
 ) -> None:
     world = World(ranks=2)
@@ -428,7 +424,7 @@ def test_r5_leases_of_a_store_are_given_back_exactly_once(
 @pytest.mark.parametrize("outcome", [DONE, FAILED])
 @pytest.mark.parametrize("leaves", ["ended", "abandoned", "reset"])
 @pytest.mark.parametrize("stage", ["planned", "submitted", "one rank"])
-def test_r5_pins_and_leases_of_a_load_are_given_back_exactly_once(
+def test_r5_pins_and_leases_of_a_load_are_released_exactly_once(
     stage: str, leaves: str, outcome: CopyOutcome
 ) -> None:
     world = World(ranks=2)
@@ -467,7 +463,7 @@ def test_r5_releasing_twice_is_an_error_and_changes_nothing() -> None:
     assert world.count(SlotState.READY) == 3
 
 
-def test_r5_blocks_are_given_back_deepest_first() -> None:
+def test_r5_leased_blocks_are_released_deepest_first() -> None:
     world = World()
     request = world.computed(text=TEXT[:9])
     blocks = request.tables[0][:2]
@@ -486,21 +482,19 @@ def reused(world: World, request: Req) -> list[int]:
     return [position for position, block in enumerate(table[0]) if block == NULL_BLOCK]
 
 
-def test_r7_a_declined_window_block_is_freed_reallocated_to_another_position_and_offered_again() -> None:
+def test_r7_a_reallocated_window_block_is_offered_only_for_its_new_position() -> None:
     world = World(window(5), device=4, host=0)
-    # The request allocates more blocks than the device has.
+    # With a window, blocks are reused, so the request can have more blocks than the device.
     request = world.computed(text="abcdefghijklmnopqrstuvwxyz")
     assert reused(world, request) == [0, 1, 2]
     world.ready_up_to(8)
-    world.end(request)  # A block that got no slot is offered again.
+    world.end(request)  # a block that got no slot is offered again when its request ends
     world.drain()
     assert world.on_host("abcdefghijklmnopqrstuvwx") == "...x.."
     assert world.stores() == {StoreOutcome.STALE: 3, StoreOutcome.STORED: 1, StoreOutcome.LEASE_LIMIT: 2}
 
 
-def test_r7_a_window_block_is_zeroed_in_the_step_that_reallocates_it_though_its_request_does_not_run() -> (
-    None
-):
+def test_r7_a_window_block_of_an_idle_request_is_zeroed_in_the_step_that_reallocates_it() -> None:
     world = World(window(5), device=8, host=0)
     sleeps = world.admitted("sleeps", "abcdefghijklmnop")
     while sleeps.computed < 16:
@@ -517,7 +511,7 @@ def test_r7_a_window_block_is_zeroed_in_the_step_that_reallocates_it_though_its_
 
 
 @pytest.mark.parametrize("how", ["allocation", "copy target"])
-def test_r7_ids_come_from_allocations_and_copy_targets_too(how: str) -> None:
+def test_r7_reused_block_ids_include_allocations_and_copy_targets(how: str) -> None:
     world = World(window(5), device=8, host=0)
     request = world.computed(text="abcdefghijklm")
     record = world.core.state.requests.live[request.name].table
@@ -602,7 +596,7 @@ def test_r8_a_block_evicted_in_the_middle_of_a_request_is_stored_again() -> None
     assert world.stores()[StoreOutcome.STORED] == 4
 
 
-def test_r8_once_a_request_so_that_a_tiny_pool_does_not_churn() -> None:
+def test_r8_a_request_stores_an_evicted_block_again_only_once() -> None:
     world = World(host=2)
     world.serve("first", "abcdefghi")
     request = world.computed(text="abcdefghi")
@@ -618,7 +612,7 @@ def test_r8_once_a_request_so_that_a_tiny_pool_does_not_churn() -> None:
     assert world.on_host("abcdefgh") == ".."
 
 
-def test_r8_once_also_for_a_request_that_offers_it_again() -> None:
+def test_r8_a_request_that_offers_an_evicted_block_again_stores_it_only_once() -> None:
     world = World(host=2)
     world.serve("first", "abcdefghi")
     request = world.computed(text="abcdefghi")
@@ -637,7 +631,7 @@ def test_r8_once_also_for_a_request_that_offers_it_again() -> None:
     assert world.stores()[StoreOutcome.STORED] == stores[StoreOutcome.STORED]
 
 
-def test_r8_not_over_a_slot_that_a_running_request_stored() -> None:
+def test_r8_a_block_is_not_stored_again_over_a_slot_that_a_running_request_stored() -> None:
     world = World(host=2)
     stays = world.computed(text="abcdefghi")
     world.finish()
@@ -650,7 +644,7 @@ def test_r8_not_over_a_slot_that_a_running_request_stored() -> None:
     assert world.on_host("012345678") == "xx"
 
 
-def test_r8_not_over_a_slot_that_a_running_request_hit() -> None:
+def test_r8_a_block_is_not_stored_again_over_a_slot_that_a_running_request_hit() -> None:
     world = World(host=2)
     world.serve("first", "abcdefghi")
     world.device.forget_keys()
@@ -665,7 +659,7 @@ def test_r8_not_over_a_slot_that_a_running_request_hit() -> None:
     assert world.miss() is MissCause.DECLINED_HOST_FULL
 
 
-def test_r8_what_the_host_was_full_for_is_stored_at_the_end_of_its_request() -> None:
+def test_r8_blocks_that_found_the_host_full_are_stored_at_their_requests_end() -> None:
     world = World(host=2)
     one = world.computed(text="abcdefghi")
     world.finish()
@@ -727,7 +721,7 @@ def make_used(world: World, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["stored", "looked up", "loaded", "found on the device"])
-def test_r15_least_recently_used_first_and_the_head_of_a_prefix_last(how: str) -> None:
+def test_r15_the_least_recently_used_block_is_evicted_first_and_a_prefixs_head_last(how: str) -> None:
     world = World(host=8)
     world.serve("first", LONG)
     if how != "stored":
@@ -745,8 +739,7 @@ def test_r15_least_recently_used_first_and_the_head_of_a_prefix_last(how: str) -
 
 @pytest.mark.parametrize("how", ["stored", "looked up", "loaded"])
 def test_r15_depth_counts_across_groups(how: str) -> None:
-    # Regression: pins and holds were released group by group, so the last group's head was evicted before the
-    # first group's tail.
+    # Regression: slots were released group by group, so one group's head was evicted before another's tail.
     world = World(full(), full(group=1), host=8)
     world.serve("first", LONG)
     if how != "stored":
@@ -758,10 +751,9 @@ def test_r15_depth_counts_across_groups(how: str) -> None:
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: str) -> None:
-    # Regression: lazy's jobs kept the order of the device's free queue, deepest block first, so the host
-    # evicted heads first.
+    # Regression: the lazy planner stored the deepest block first, so the host evicted heads first.
     world = World(device=24, policy=policy)
-    # the text whose blocks are stored in one step
+    # the planner stores all blocks of this text in one step
     text = "bcdefghi" if policy == "eager" else "bcdefghijklmnopq"
     for number in range(8):
         request = world.computed(f"r{number}", f"{number}{text}")
@@ -785,7 +777,7 @@ def heads_last(world: World) -> bool:
 
 
 @pytest.mark.parametrize("groups", [(full(),), (full(), full(group=1))])
-def test_r15_a_head_that_was_found_on_the_device_is_used_as_late_as_the_tail_behind_it(
+def test_r15_a_head_found_on_the_device_is_as_recent_as_its_tail(
     groups: object,
 ) -> None:
     # Regression: the head was marked as used when the request began, and the tail was stored later, so the
@@ -804,9 +796,8 @@ def test_r15_a_head_that_was_found_on_the_device_is_used_as_late_as_the_tail_beh
 
 
 @pytest.mark.parametrize("how", ["runs", "ends", "loses its blocks"])
-def test_r15_a_request_that_computes_what_the_host_has_uses_it_head_last(how: str) -> None:
-    # Regression: blocks were marked as used step by step, when they were confirmed, so the head was the
-    # oldest block.
+def test_r15_recomputed_blocks_are_marked_as_used_with_the_head_last(how: str) -> None:
+    # Regression: each step marked its confirmed blocks as used, so the head was the least recently used.
     world = World()
     world.only_on_host(LONG)
     request = world.add("again", LONG)
@@ -833,7 +824,7 @@ def tail_looked_up(world: World) -> Req:
 
 
 @pytest.mark.parametrize("how", ["takes nothing", "takes less", "ends", "is looked up again"])
-def test_r15_a_tail_behind_the_devices_own_hit_is_released_before_its_head(how: str) -> None:
+def test_r15_a_pinned_tail_after_a_device_hit_is_released_before_its_head(how: str) -> None:
     # Regression: the lookup pinned only the tail, whose release made the tail more recent than the head.
     world = World()
     request = tail_looked_up(world)
@@ -850,7 +841,7 @@ def test_r15_a_tail_behind_the_devices_own_hit_is_released_before_its_head(how: 
 
 
 @pytest.mark.parametrize("when", ["before it loads", "while it loads", "when it has loaded"])
-def test_r15_a_tail_that_was_loaded_for_no_request_is_released_before_its_head(when: str) -> None:
+def test_r15_a_loaded_tail_whose_request_has_ended_is_released_before_its_head(when: str) -> None:
     world = World()
     request = tail_looked_up(world)
     world.allocate(request, 8)
@@ -863,7 +854,7 @@ def test_r15_a_tail_that_was_loaded_for_no_request_is_released_before_its_head(w
     assert heads_last(world)
 
 
-def test_r15_a_missing_head_does_not_matter() -> None:
+def test_r15_a_tail_without_its_head_is_released() -> None:
     world = World()
     request = tail_looked_up(world)
     for key in list(world.core.state.pool.index):
@@ -873,7 +864,7 @@ def test_r15_a_missing_head_does_not_matter() -> None:
     assert world.on_host(LONG) == "..xx"
 
 
-def test_r15_slots_that_went_bad_meanwhile_are_released_too() -> None:
+def test_r15_holds_of_quarantined_slots_are_released() -> None:
     world = World()
     world.serve("first", LONG[:9])
     request = world.computed("again", LONG)
@@ -909,7 +900,7 @@ def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_o
         world.step()
     head, tail, stuck = world.open_jobs()
     world.finish(head)
-    world.overdue(stuck)  # After the timeout, the slots that the request holds are no longer kept for it.
+    world.overdue(stuck)  # The timeout releases the slots that the request holds.
     world.preempt(request)
     world.idle_step()
     world.device.forget_keys()
@@ -933,7 +924,7 @@ def test_r15_stores_that_end_in_another_order_leave_the_head_to_be_evicted_last(
     assert heads_last(world)
 
 
-def test_r15_a_load_beside_a_late_store_of_the_table_before_leaves_the_head_to_be_evicted_last() -> None:
+def test_r15_the_head_is_evicted_last_after_a_load_and_a_late_store_of_the_earlier_table() -> None:
     world = World(step_tokens=4)
     request = world.computed(text=LONG)
     head, *others, last = world.open_jobs()
@@ -945,7 +936,7 @@ def test_r15_a_load_beside_a_late_store_of_the_table_before_leaves_the_head_to_b
     world.admit(request)
     world.step()
     (load,) = world.open_jobs(Direction.LOAD)
-    world.finish(*others)  # The other blocks are held for the new table before the head is held.
+    world.finish(*others)  # The middle blocks arrive for the new block table before the head is loaded.
     world.finish(load)
     world.preempt(request)
     world.idle_step()
@@ -953,7 +944,7 @@ def test_r15_a_load_beside_a_late_store_of_the_table_before_leaves_the_head_to_b
     assert heads_last(world)
 
 
-def test_r15_a_head_that_waited_for_a_slot_is_evicted_after_the_tail_that_did_not() -> None:
+def test_r15_a_head_stored_after_its_tail_is_evicted_last() -> None:
     world = World(host=1, step_tokens=4)
     world.computed("holds", "01234")
     world.finish()

@@ -1,5 +1,3 @@
-"""The eviction order of slots."""
-
 from __future__ import annotations
 
 from collections import OrderedDict
@@ -15,8 +13,7 @@ SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8)
 
 
 @given(st.lists(SLOTS))
-def test_it_is_the_order_of_the_last_uses(batches: list[list[SlotId]]) -> None:
-    """Slots are removed and added at random; the order is compared with a simple model."""
+def test_slots_are_evicted_in_the_order_of_their_last_uses(batches: list[list[SlotId]]) -> None:
     order, model = LruOrder(), OrderedDict[SlotId, None]()
     order.grow(20)
     for number, batch in enumerate(batches):
@@ -40,7 +37,7 @@ def test_it_is_the_order_of_the_last_uses(batches: list[list[SlotId]]) -> None:
     assert order.count == 0
 
 
-def test_the_age_is_that_of_the_last_slot_taken_since_its_last_use() -> None:
+def test_the_eviction_age_is_that_of_the_most_recently_used_slot_taken() -> None:
     order = LruOrder()
     order.grow(4)
     for now, slot in ((1.0, 0), (5.0, 1), (6.0, 2)):
@@ -55,7 +52,7 @@ def test_the_age_is_that_of_the_last_slot_taken_since_its_last_use() -> None:
     assert (list(order.take(1)), order.age_s) == ([], 3.0)
 
 
-def test_what_is_not_in_it_cannot_be_taken_out() -> None:
+def test_removing_a_slot_that_is_not_evictable_is_an_error() -> None:
     order = LruOrder()
     order.grow(3)
     order.add([SlotId(2), SlotId(1)])

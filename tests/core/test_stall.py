@@ -1,5 +1,3 @@
-"""Copies that never end. A limit on the device blocks that such copies lease stops new copies (R5, R16)."""
-
 from __future__ import annotations
 
 import pytest
@@ -33,14 +31,14 @@ def hangs(world: World, name: str, blocks: int = 1) -> JobId:
 
 
 def is_stalled(world: World) -> bool:
-    """Return whether a block that could be stored has to wait."""
+    """Run an idle step; return whether new copies are stalled."""
     world.idle_step()
     stalls, resumes = len(world.reported(CopiesStalled)), len(world.reported(CopiesResumed))
     assert stalls - resumes in (0, 1)
     return stalls > resumes
 
 
-def test_three_jobs_in_a_row_stall_copies_and_one_that_ends_late_lets_them_go_on() -> None:
+def test_three_overdue_jobs_in_a_row_stall_copies_until_one_ends() -> None:
     world = World(device=400, step_tokens=64)
     jobs = [hangs(world, name) for name in "ab"]
     assert not is_stalled(world)
@@ -56,7 +54,7 @@ def test_three_jobs_in_a_row_stall_copies_and_one_that_ends_late_lets_them_go_on
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED])
-def test_jobs_that_end_between_are_no_row(outcome: object) -> None:
+def test_jobs_that_end_in_time_prevent_a_stall(outcome: object) -> None:
     world = World(device=400, step_tokens=64)
     for name in "abcdefgh":
         hangs(world, name)
@@ -66,8 +64,8 @@ def test_jobs_that_end_between_are_no_row(outcome: object) -> None:
     assert not is_stalled(world)
 
 
-def test_beyond_an_eighth_of_the_device_no_copy_is_begun_until_enough_have_ended() -> None:
-    world = World(device=64, host=256, step_tokens=64)  # an eighth is 8 blocks
+def test_copies_stall_while_overdue_jobs_lease_more_than_an_eighth_of_the_device() -> None:
+    world = World(device=64, host=256, step_tokens=64)  # copies stall at an eighth of the device, 8 blocks
     jobs = []
     for name in "abcd":
         assert not is_stalled(world)
@@ -86,7 +84,7 @@ def test_beyond_an_eighth_of_the_device_no_copy_is_begun_until_enough_have_ended
     assert not world.device.leased
 
 
-def test_one_job_alone_stalls_nothing_however_large_it_is() -> None:
+def test_a_single_overdue_job_of_any_size_stalls_no_copies() -> None:
     world = World(device=64, step_tokens=64)
     hangs(world, "a", 12)
     assert not is_stalled(world)
@@ -94,7 +92,7 @@ def test_one_job_alone_stalls_nothing_however_large_it_is() -> None:
     assert is_stalled(world)
 
 
-def test_while_copies_stall_lookups_and_ending_requests_say_so_and_all_are_served() -> None:
+def test_requests_are_served_during_a_stall_and_their_misses_name_the_stall() -> None:
     world = World(device=64, step_tokens=64)
     world.serve("first", "abcdefghijklm")
     world.device.forget_keys()
@@ -114,7 +112,7 @@ def test_while_copies_stall_lookups_and_ending_requests_say_so_and_all_are_serve
     assert not world.core.has_work
 
 
-def test_a_hit_that_was_promised_before_is_not_loaded() -> None:
+def test_a_hit_found_before_the_stall_is_not_loaded() -> None:
     world = World(device=64, step_tokens=64)
     world.serve("first", "abcdefghijklm")
     world.device.forget_keys()
@@ -128,7 +126,7 @@ def test_a_hit_that_was_promised_before_is_not_loaded() -> None:
     world.run(promised)
 
 
-def test_a_load_that_hangs_counts() -> None:
+def test_a_hanging_load_counts_towards_a_stall() -> None:
     world = World(device=64, step_tokens=64)
     world.serve("first", "abcdefghijklm")
     world.device.forget_keys()

@@ -1,7 +1,3 @@
-"""The three state machines. Each legal event leads to the listed state; every other event raises and changes
-nothing.
-"""
-
 from __future__ import annotations
 
 from enum import IntEnum
@@ -45,7 +41,9 @@ EVERY_STEP = [
 
 
 @pytest.mark.parametrize(("machine", "state", "event"), EVERY_STEP)
-def test_every_state_and_event(machine: Machine[Any, Any], state: IntEnum, event: IntEnum) -> None:
+def test_each_event_is_allowed_only_in_its_states(
+    machine: Machine[Any, Any], state: IntEnum, event: IntEnum
+) -> None:
     if (state, event) in machine.table:
         assert machine.steps[event][state] is machine.table[state, event]
     else:
@@ -64,14 +62,14 @@ def test_every_state_is_reached_and_every_event_is_used(machine: Machine[Any, An
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
-def test_many_move_by_the_same_table(machine: Machine[Any, Any]) -> None:
+def test_moving_many_slots_follows_the_same_table(machine: Machine[Any, Any]) -> None:
     for event in members(machine.events):
         befores = [state for state, each in machine.table if each is event]
         if len(befores) == 1:
             assert machine.only[event] == (bytes(befores), machine.table[befores[0], event])
 
 
-def test_which_slots_can_hit_and_which_can_be_evicted() -> None:
+def test_slots_hit_and_are_evicted_only_in_the_listed_states() -> None:
     assert {state for (state, event) in SLOT.table if event is SlotEvent.EVICT} == {SlotState.READY}
     assert {state for (state, event) in SLOT.table if event is SlotEvent.PIN} == {SlotState.READY}
     assert not [event for (state, event) in SLOT.table if state is SlotState.QUARANTINED]
@@ -113,7 +111,7 @@ def picture(pool: SlotPool) -> object:
 
 
 @pytest.mark.parametrize("state", [each for each in SlotState if each is not SlotState.FILLING])
-def test_only_a_filling_slot_is_filled(state: SlotState) -> None:
+def test_only_a_filling_slot_can_become_ready(state: SlotState) -> None:
     pool, slot = pool_with(state)
     before = picture(pool)
     with pytest.raises(IllegalTransition):
@@ -124,7 +122,7 @@ def test_only_a_filling_slot_is_filled(state: SlotState) -> None:
 @pytest.mark.parametrize(
     "state", [each for each in SlotState if each not in (SlotState.READY, SlotState.PINNED)]
 )
-def test_either_all_slots_can_hit_and_are_pinned_or_none_is(state: SlotState) -> None:
+def test_pinning_pins_all_slots_or_none(state: SlotState) -> None:
     pool, slot = pool_with(state)
     pool.grow(3)
     (good,), _ = pool.reserve([BlockKey(b"good")])
@@ -150,7 +148,7 @@ def test_an_empty_slot_is_not_quarantined() -> None:
     assert picture(pool) == before
 
 
-def test_more_slots_than_there_is_room_for_change_nothing() -> None:
+def test_requesting_more_slots_than_are_free_changes_nothing() -> None:
     pool, _ = pool_with(SlotState.PINNED)
     before = picture(pool)
     with pytest.raises(ValueError, match="2 slots requested, only 1 can be allocated"):
@@ -159,7 +157,7 @@ def test_more_slots_than_there_is_room_for_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("state", SlotState)
-def test_invalidating_and_quarantining_say_whether_the_slot_could_hit(state: SlotState) -> None:
+def test_invalidating_and_quarantining_return_whether_the_slot_could_hit(state: SlotState) -> None:
     could_hit = state in (SlotState.READY, SlotState.PINNED)
     pool, slot = pool_with(state)
     assert pool.invalidate(slot) is could_hit
@@ -174,7 +172,7 @@ def test_invalidating_and_quarantining_say_whether_the_slot_could_hit(state: Slo
 
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("end", ["invalidate", "quarantine", "forget_all"])
-def test_a_held_slot_leaves_the_pool_like_any_other(end: str, held: bool) -> None:
+def test_a_held_slot_can_be_invalidated(end: str, held: bool) -> None:
     pool, slot = pool_with(SlotState.READY)
     if held:
         pool.hold([slot])
@@ -190,7 +188,7 @@ def test_a_held_slot_leaves_the_pool_like_any_other(end: str, held: bool) -> Non
     assert [*pool_problems(pool)] == []
 
 
-def test_a_held_slot_can_be_pinned_and_comes_back_to_its_holder() -> None:
+def test_a_held_slot_that_was_pinned_is_held_again_afterwards() -> None:
     pool, slot = pool_with(SlotState.READY)
     pool.hold([slot])
     pool.pin((slot,))
@@ -214,7 +212,7 @@ def test_using_moves_only_evictable_slots() -> None:
     assert list(pool.order) == []
 
 
-def test_using_undoes_holds_in_the_same_order() -> None:
+def test_marking_as_used_releases_holds_in_the_same_order() -> None:
     pool = SlotPool()
     pool.grow(3)
     slots, _ = pool.reserve([BlockKey(bytes([number])) for number in range(3)])
@@ -228,7 +226,7 @@ def test_using_undoes_holds_in_the_same_order() -> None:
     assert [*pool_problems(pool)] == []
 
 
-def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> None:
+def test_freed_slots_are_reserved_in_order_before_unused_slots() -> None:
     pool = SlotPool()
     pool.grow(6)
     keys = [BlockKey(bytes([number])) for number in range(6)]
@@ -240,7 +238,7 @@ def test_slots_that_were_freed_are_taken_before_fresh_ones_and_in_order() -> Non
 
 
 class Owner:
-    """Records how it is notified about its jobs."""
+    """A job's owner that records its notifications."""
 
     def __init__(self) -> None:
         self.learnt: list[object] = []
@@ -292,7 +290,7 @@ def test_a_job_that_is_dropped_is_cancelled_or_runs_to_its_end(state: JobState, 
 
 @pytest.mark.parametrize("end", ["time_out", "close"])
 @pytest.mark.parametrize("state", JobState)
-def test_a_job_that_is_moved_wrongly_stays(state: JobState, end: str) -> None:
+def test_a_wrong_event_does_not_change_a_jobs_state(state: JobState, end: str) -> None:
     jobs, job = jobs_with(state)
 
     def picture() -> object:
@@ -314,7 +312,7 @@ def test_a_job_that_is_moved_wrongly_stays(state: JobState, end: str) -> None:
 
 
 @pytest.mark.parametrize(("state", "event"), [*product(RequestState, RequestEvent)])
-def test_a_request_that_is_moved_wrongly_stays(state: RequestState, event: RequestEvent) -> None:
+def test_a_wrong_event_does_not_change_a_requests_state(state: RequestState, event: RequestEvent) -> None:
     ways = {
         RequestState.SEEN: [],
         RequestState.LOADING: [RequestEvent.ALLOCATE_AND_LOAD],

@@ -1,8 +1,9 @@
 """A small simulated engine for tests of the core. It tracks the contents of every block.
 
-A prompt is a text, and a token is one character. A block contains the text up to its last token, so every wrong copy,
-reuse or hit shows as another text. The test decides when a request is admitted, when a step runs, and when each rank's
-copy ends; only then are bytes copied. After every fact, the world checks its invariants and audits the core.
+A prompt is a text, and a token is one character. A block contains the text up to its last token, so every
+wrong copy, reuse or hit shows as a wrong text. The test decides when a request is admitted, when a step runs,
+and when each rank's copy ends. Bytes are copied at the end of the copy. After every fact, the world checks
+its invariants and audits the core.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def recurrent(block_tokens: int = 4, group: int = 0) -> GroupSpec:
 
 
 def key_at(text: str, end: int, group: int = 0) -> BlockKey:
-    """Return the key of the block whose last token is at `end - 1`. The block has the same content on every rank."""
+    """Return the key of the block whose last token is at `end - 1`."""
     return block_key(text[:end].encode(), GroupId(group))
 
 
@@ -109,7 +110,7 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
 
 
 def left_behind(core: OffloadCore) -> dict[str, object]:
-    """Return what requests, jobs and hits have left in the core, by name. It must be empty after the drain (R11)."""
+    """Return what requests, jobs and hits have left in the core, by name: nothing after the drain (R11)."""
     state, pool = core.state, core.state.pool
     kept = {
         "pins": pool.pins,
@@ -245,7 +246,7 @@ class Req:
     tables: list[list[DeviceBlockId]] = field(default_factory=list)
     computed: int = 0
     reported_keys: list[int] = field(default_factory=list)
-    # tokens from the device and from the host, at the request's last admission
+    # the tokens found on the device and on the host at the last admission
     brought: tuple[int, int] = (0, 0)
 
     def held(self) -> list[DeviceBlockId]:
@@ -303,16 +304,14 @@ class World:
         self.preempted: list[RequestId] = []
         self.persists = True
         self.report_every = report_every
-        """Progress without a state is reported only in steps whose number is a multiple of this."""
+        """While a request generates, progress is reported only every `report_every` steps."""
         self.late: dict[str, list[list[DeviceBlockId]]] = {}
         """For each running request, the blocks that have not been reported yet."""
         self.until_report = report_every
         self.least_from = {Tier.DISK: 0, Tier.REMOTE: 0}
         self.steps = 0
         self.states_end: Collection[int] | None = None
-        """The prefix lengths, in tokens, at which recurrent states are kept and handed off; None for all
-        block ends.
-        """
+        """The prefix lengths at which recurrent states are kept and handed off; None for all block ends."""
         self.ready = 0
         self.checks_each_fact = True
         self.ready_up_to(host, is_growing=is_growing)
@@ -372,7 +371,7 @@ class World:
         return answer
 
     def admit(self, request: Req, *, may_wait: bool = True, accept: int | None = None) -> int | None:
-        """Look up, then allocate. Return how many tokens come from the host, or None for "not yet"."""
+        """Look up and allocate a request. Return how many tokens come from the host, or None for "not yet"."""
         answer = self.lookup(request, may_wait=may_wait)
         if answer is not None:
             self.allocate(request, answer if accept is None else accept)
@@ -448,7 +447,8 @@ class World:
             late = self.late.setdefault(request.name, [[] for _ in new_blocks])
             for row, more in zip(late, new_blocks, strict=True):
                 row += more
-            if made or end - request.computed > 1:  # the report of a whole block must not be late
+            # Only steps of one token may be reported late.
+            if made or end - request.computed > 1:
                 progress.append(self._progress(request.name))
             elif self.until_report:
                 reallocated += chain.from_iterable(new_blocks)
@@ -480,8 +480,8 @@ class World:
         return plan
 
     def run(self, request: Req, *, until: int | None = None) -> None:
-        """Run steps until the request has computed its text (or `until`), and one more that reports this to
-        the core.
+        """Run steps until the request has computed its text, or the first `until` tokens. Another step then
+        reports the progress to the core.
         """
         target = until or len(request.text)
         while request.computed < target:
@@ -489,7 +489,7 @@ class World:
         self.step(request, tokens=1)
 
     def admitted(self, name: str, text: str) -> Req:
-        """Return a new request that was looked up and allocated."""
+        """Return a new request that has been looked up and allocated."""
         request = self.add(name, text)
         self.admit(request)
         return request
@@ -591,7 +591,7 @@ class World:
         self.tell(facts.InvariantBroken(DegradeCause.INVARIANT_BROKEN, "a test"))
 
     def drain(self) -> None:
-        """Step without work until no job is pending. Abandoned jobs stay abandoned."""
+        """Run steps without requests until only abandoned jobs are pending."""
         for _ in range(100):
             if not self.core.has_work:
                 return
@@ -627,7 +627,7 @@ class World:
         return sum(event.blocks for event in self.reported(BlocksEvicted))
 
     def on_host(self, text: str, group: int = 0) -> str:
-        """Return which blocks of a text can hit, as one character per block, x or a dot."""
+        """Return one character for each block of a text: "x" if the block can hit on the host, otherwise "."."""
         index = self.core.state.pool.index
         return "".join("x" if key in index else "." for key in keys_of(text, self.groups[group]))
 
@@ -688,7 +688,7 @@ class World:
         return tuple(map(tuple, new))
 
     def _skip_to_end(self, request: Req, end: int) -> None:
-        """Skip to the block in which the chunk ends; a recurrent group needs no other."""
+        """Skip to the block in which the chunk ends, the only block that a recurrent group needs."""
         for group, table in zip(self.groups, request.tables, strict=True):
             if group.kind is AttentionKind.RECURRENT:
                 table += [NULL_BLOCK] * ((end - 1) // group.block_tokens - len(table))
@@ -734,7 +734,7 @@ class World:
             request.text += "."
 
     def _name_blocks(self, request: Req, *, states: bool) -> None:
-        """Confirm computed and loaded blocks, and the computed states that are kept."""
+        """Give computed and loaded blocks their keys; with `states`, also blocks of recurrent states."""
         for group, table in zip(self.groups, request.tables, strict=True):
             if group.kind is AttentionKind.RECURRENT and not states:
                 continue

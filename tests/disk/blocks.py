@@ -41,7 +41,9 @@ def shard(generation: bytes, key: bytes, rank: int, size: int = SLOT_BYTES) -> b
 
 
 class Writer:
-    """The files of one engine, written as the tier writes them: invalidate, reuse, write all ranks' data, then put."""
+    """Writes one engine's files in the order in which the tier does: invalidate a slot, write all ranks'
+    data, then put the block.
+    """
 
     def __init__(self, folder: Path, slots: int, slot_bytes: int = SLOT_BYTES) -> None:
         self.folder = open_folder(folder)
@@ -109,10 +111,9 @@ def usable(folder: Path, files: list[SlotFile]) -> IndexContents | None:
 
 
 def found_blocks(folder: Path, slots: int) -> dict[bytes, bool]:
-    """Return the keys that a new engine finds, and for each whether the block's bytes match the index's
-    checksums.
+    """Return the keys that a new engine finds, each with whether the block's bytes match their checksums.
 
-    Raise an error if bytes match the checksum but belong to another key, because they would be served.
+    Raise an error if bytes match their checksum but belong to another key: an engine would serve these bytes.
     """
     files = open_files(folder, slots)
     try:

@@ -1,4 +1,4 @@
-"""Processes that a test kills. A fork server that has already imported their modules starts them."""
+"""Starts processes that a test kills, from a fork server that has imported their modules in advance."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from multiprocessing.context import ForkServerContext
 
 
 def forking() -> ForkServerContext:
-    """Return the context that starts such processes.
+    """Return the context that starts processes from the fork server.
 
-    A process has only one fork server, and its imports must be set before its first use, so all tests share
-    this one.
+    All tests share this context: there is one fork server per process, and its imports must be set before its
+    first use.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.disk.blocks", "tests.reference.test_disk_kills"])

@@ -1,7 +1,7 @@
 """Records the system calls on the disk tier's files, and simulates what a power failure leaves.
 
 Writes that were not synced may be lost, torn at any sector, or reordered within a file. File systems journal
-changes of names, so these happen in order, but the last changes may be lost.
+changes of names, so name changes stay in order, but the last of them may be lost.
 """
 
 from __future__ import annotations

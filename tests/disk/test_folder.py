@@ -1,5 +1,3 @@
-"""The disk tier's folders: fingerprint, lock, and names that lead elsewhere."""
-
 from __future__ import annotations
 
 import json
@@ -26,7 +24,7 @@ IDENTITY = KVIdentity(
 )
 
 
-def test_each_part_of_the_identity_has_folders_of_its_own(tmp_path: Path) -> None:
+def test_each_identity_has_its_own_folder(tmp_path: Path) -> None:
     others = [
         replace(IDENTITY, engine="engine 1.1"),
         replace(IDENTITY, weights="commit 1235"),
@@ -41,19 +39,19 @@ def test_each_part_of_the_identity_has_folders_of_its_own(tmp_path: Path) -> Non
     assert len(folders) == len(others) + 2
 
 
-def test_the_same_identity_has_the_same_folder_whatever_the_order_of_its_parts(tmp_path: Path) -> None:
+def test_the_order_of_an_identitys_parts_does_not_change_its_folder(tmp_path: Path) -> None:
     same = replace(IDENTITY, parallel={"pipeline": 1, "tensor": 2})
     assert make_folder(tmp_path, same, 0).path == make_folder(tmp_path, IDENTITY, 0).path
 
 
-def test_the_folder_says_what_it_is_for(tmp_path: Path) -> None:
+def test_the_folder_has_a_description_of_its_identity(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "not" / "there", IDENTITY, 0).path
     said = json.loads((folder.parent / "identity.json").read_text())
     assert said["weights"] == "commit 1234"
     assert said["format"] == 1
 
 
-def test_the_folder_is_open_to_this_user_alone(tmp_path: Path) -> None:
+def test_only_this_user_can_open_the_folder(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "made", IDENTITY, 0).path
     for path in (folder, folder.parent, tmp_path / "made"):
         assert path.stat().st_mode & 0o777 == 0o700
@@ -61,20 +59,20 @@ def test_the_folder_is_open_to_this_user_alone(tmp_path: Path) -> None:
     assert (folder / "lock").stat().st_mode & 0o777 == 0o600
 
 
-def test_groups_are_distinguished_by_all_that_their_blocks_depend_on() -> None:
+def test_every_property_of_a_group_changes_the_identity() -> None:
     full = GroupSpec(GroupId(0), AttentionKind.FULL, 16)
     window = GroupSpec(GroupId(1), AttentionKind.SLIDING_WINDOW, 16, 128)
     shape = EngineShape((full, window), ranks=1, device_blocks=8, step_tokens=16)
     assert groups_of(shape) == (("full", 16, None, False), ("sliding_window", 16, 128, False))
 
 
-def test_a_file_in_place_of_the_path_is_refused(tmp_path: Path) -> None:
+def test_a_file_at_the_folders_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "disk").write_text("")
     with pytest.raises(DiskError, match="disk_path: the folder"):
         make_folder(tmp_path / "disk", IDENTITY, 0)
 
 
-def test_a_folder_in_use_names_its_holder(tmp_path: Path) -> None:
+def test_the_error_for_a_folder_in_use_names_the_process(tmp_path: Path) -> None:
     held = lock_folder(open_folder(tmp_path))
     with pytest.raises(
         DiskError, match=r"in use by process \d+ on .*; give each engine a disk_path of its own"

@@ -1,5 +1,3 @@
-"""The bytes of the index. After damage, only the whole batches before the damaged place are read."""
-
 from __future__ import annotations
 
 from dataclasses import replace
@@ -73,7 +71,7 @@ records = st.one_of(
 
 
 @given(st.lists(st.lists(records, min_size=1, max_size=6), max_size=6))
-def test_what_was_written_is_read_in_order_of_use(batches: list[list[DiskRecord]]) -> None:
+def test_entries_are_read_in_order_of_use(batches: list[list[DiskRecord]]) -> None:
     data = encoded(*batches)
     written = [record for batch in batches for record in batch]
     contents = read(data)
@@ -83,7 +81,7 @@ def test_what_was_written_is_read_in_order_of_use(batches: list[list[DiskRecord]
 
 
 @given(st.lists(st.lists(records, min_size=1, max_size=6), max_size=6))
-def test_a_rewritten_index_says_the_same(batches: list[list[DiskRecord]]) -> None:
+def test_a_rewritten_index_has_the_same_entries(batches: list[list[DiskRecord]]) -> None:
     before = read(encoded(*batches)).entries
     data, count = encode_index(HEADER, before)
     assert entries(data) == before.puts()
@@ -99,7 +97,7 @@ def some_history(puts: int) -> list[list[DiskRecord]]:
     return history
 
 
-def test_of_every_truncation_the_whole_batches_are_read() -> None:
+def test_after_any_truncation_the_complete_batches_are_read() -> None:
     history = some_history(12)
     ends = [len(encoded(*history[:count])) for count in range(len(history) + 1)]
     data = encoded(*history)
@@ -114,7 +112,7 @@ def test_of_every_truncation_the_whole_batches_are_read() -> None:
         assert (contents.end, contents.is_cut) == (ends[whole], size > ends[whole]), size
 
 
-def test_of_every_flipped_bit_only_whole_batches_in_front_are_read() -> None:
+def test_after_any_flipped_bit_only_the_batches_before_it_are_read() -> None:
     history = some_history(3)
     ends = [len(encoded(*history[:count])) for count in range(len(history) + 1)]
     data = bytearray(encoded(*history))
@@ -133,12 +131,12 @@ def test_of_every_flipped_bit_only_whole_batches_in_front_are_read() -> None:
 
 
 @given(st.binary(max_size=400))
-def test_any_bytes_behind_the_header_are_survived(tail: bytes) -> None:
+def test_any_bytes_after_the_header_can_be_read(tail: bytes) -> None:
     assert entries(encoded() + tail) == []
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_survived(data: bytes) -> None:
+def test_any_bytes_can_be_read(data: bytes) -> None:
     with pytest.raises(NotAnIndex):
         read(data)
 
@@ -162,42 +160,41 @@ def test_bytes_that_are_not_an_index_are_reported(data: bytes, reason: str) -> N
     assert str(refused.value) == reason
 
 
-def test_a_batch_of_another_generation_does_not_pass() -> None:
+def test_a_batch_of_another_generation_is_not_read() -> None:
     other = IndexHeader(b"h" * 16, HEADER.files, SLOTS)
     foreign = encode_batch(other, 1, [put(1, 1)])
     assert entries(encoded([put(0, 0)]) + foreign) == [put(0, 0)]
 
 
-def test_a_batch_in_another_place_does_not_pass() -> None:
+def test_a_moved_batch_is_not_read() -> None:
     twice = encode_batch(HEADER, 0, [put(0, 0)])
     assert entries(encode_header(HEADER) + twice + twice) == [put(0, 0)]
 
 
-def test_a_batch_of_another_place_with_the_right_number_does_not_pass() -> None:
-    """The right number is not enough: the checksum also covers the batch's place."""
+def test_a_moved_batch_is_not_read_even_with_the_right_number() -> None:
     batch = bytearray(encode_batch(HEADER, 0, [put(0, 0)]))
     batch[8] = 1
     assert entries(encoded([put(1, 1)]) + bytes(batch)) == [put(1, 1)]
 
 
 @pytest.mark.parametrize("record", [put(SLOTS, 1), strike(SLOTS), use(SLOTS)])
-def test_a_slot_beyond_the_file_is_left_out(record: DiskRecord) -> None:
+def test_entries_of_slots_outside_the_file_are_skipped(record: DiskRecord) -> None:
     assert entries(encoded([put(0, 0)], [record], [put(1, 1)])) == [put(0, 0), put(1, 1)]
 
 
-def test_keys_may_have_any_length_that_there_is_room_for() -> None:
+def test_keys_of_any_length_up_to_the_maximum_are_read() -> None:
     short, long = (Put(SlotId(slot), BlockKey(b"k" * size), (1, 2)) for slot, size in [(0, 5), (1, 64)])
     assert entries(encoded([short, long])) == [short, long]
     with pytest.raises(DiskError, match="keys of 64 bytes, and one has 65"):
         encode_batch(HEADER, 0, [Put(SlotId(1), BlockKey(bytes(65)), (1, 2))])
 
 
-def test_keys_that_end_in_zeros_keep_them() -> None:
+def test_keys_keep_trailing_zeros() -> None:
     kept = Put(SlotId(1), BlockKey(b"k" + bytes(35)), (1, 2))
     assert entries(encoded([kept])) == [kept]
 
 
-def test_in_a_smaller_file_the_entries_of_its_slots_are_left() -> None:
+def test_in_a_smaller_file_only_entries_of_its_slots_are_read() -> None:
     data = encoded([put(slot, slot) for slot in (5, 0, 1, 4)])
     found = read_index(data, 5).entries
     assert (found.puts(), found.free(5)) == ([put(0, 0), put(1, 1), put(4, 4)], [3, 2])
@@ -207,7 +204,7 @@ KEY = TierKey(bytes(32)).of("print")
 KEYED = replace(HEADER, key=KEY)
 
 
-def test_an_index_with_a_key_is_read_with_it() -> None:
+def test_an_index_with_a_tier_key_is_read_with_this_key() -> None:
     data = encoded([put(0, 0)], [put(1, 1), use(0)], header=KEYED)
     found = read_index(data, SLOTS, KEY)
     assert found.entries.puts() == [put(1, 1), put(0, 0)]
@@ -218,7 +215,7 @@ def test_an_index_with_a_key_is_read_with_it() -> None:
 @pytest.mark.parametrize(
     "other", [None, TierKey(b"x" * 32).of("print"), TierKey(bytes(32)).of("another print")]
 )
-def test_r17_with_a_key_a_header_that_was_made_without_it_is_no_index(other: TierKey | None) -> None:
+def test_r17_an_index_whose_header_was_written_without_the_tier_key_is_refused(other: TierKey | None) -> None:
     data = encoded([put(0, 0)], header=replace(HEADER, key=other))
     assert len(read_index(data, SLOTS, other).entries) == 1
     with pytest.raises(NotAnIndex, match="its header"):
@@ -226,7 +223,7 @@ def test_r17_with_a_key_a_header_that_was_made_without_it_is_no_index(other: Tie
 
 
 @pytest.mark.parametrize("other", [HEADER, replace(KEYED, generation=b"h" * 16)])
-def test_r17_with_a_key_a_batch_that_was_made_without_it_or_for_another_generation_is_not_read(
+def test_r17_a_batch_written_without_the_tier_key_or_for_another_generation_is_not_read(
     other: IndexHeader,
 ) -> None:
     data = encoded([put(0, 0)], header=KEYED) + encode_batch(other, 1, [put(1, 1)])

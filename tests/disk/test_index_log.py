@@ -1,5 +1,3 @@
-"""The index's file: appended to, truncated, rewritten and replaced."""
-
 from __future__ import annotations
 
 import errno
@@ -43,7 +41,7 @@ def test_a_folder_without_an_index_has_none(tmp_path: Path) -> None:
     assert load_index(open_folder(tmp_path), HEADER.slots) is None
 
 
-def test_what_is_appended_is_there_for_the_next_process(tmp_path: Path, log: IndexLog) -> None:
+def test_the_next_process_reads_appended_records(tmp_path: Path, log: IndexLog) -> None:
     log.append([put(1), put(2)])
     log.append([])
     log.append([strike(1), put(3), use(2)])
@@ -52,7 +50,7 @@ def test_what_is_appended_is_there_for_the_next_process(tmp_path: Path, log: Ind
     assert log.records == 5
 
 
-def test_a_cut_tail_is_left_behind_by_the_next_start(tmp_path: Path, log: IndexLog) -> None:
+def test_the_next_start_drops_a_truncated_batch(tmp_path: Path, log: IndexLog) -> None:
     log.append([put(1)])
     log.append([put(2)])
     log.close()
@@ -66,7 +64,7 @@ def test_a_cut_tail_is_left_behind_by_the_next_start(tmp_path: Path, log: IndexL
     assert entries(tmp_path) == [put(1), put(3)]
 
 
-def test_a_rewritten_index_goes_on(tmp_path: Path, log: IndexLog) -> None:
+def test_a_rewritten_index_can_be_appended_to(tmp_path: Path, log: IndexLog) -> None:
     for turn in range(200):
         log.append(
             [put(turn % 10, turn), use(0)] if turn == 0 else [strike((turn - 1) % 10), put(turn % 10, turn)]
@@ -100,7 +98,7 @@ def test_a_new_generation_has_no_earlier_blocks(tmp_path: Path, log: IndexLog) -
     assert found.header.generation == generation
 
 
-def test_after_a_failed_append_the_next_one_is_whole(
+def test_an_append_after_a_failed_append_is_complete(
     tmp_path: Path, log: IndexLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.append([put(1)])
@@ -120,7 +118,7 @@ def test_after_a_failed_append_the_next_one_is_whole(
     assert entries(tmp_path) == [put(1), put(3)]
 
 
-def test_where_the_new_index_cannot_be_written_the_old_one_stays(
+def test_the_old_index_stays_if_the_new_one_cannot_be_written(
     tmp_path: Path, log: IndexLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.append([put(1)])
@@ -133,7 +131,7 @@ def test_where_the_new_index_cannot_be_written_the_old_one_stays(
     assert entries(tmp_path) == [put(1), put(2)]
 
 
-def test_a_rewrite_of_harmed_bytes_is_refused(tmp_path: Path, log: IndexLog) -> None:
+def test_a_rewrite_of_a_damaged_index_is_refused(tmp_path: Path, log: IndexLog) -> None:
     log.append([put(1)])
     path = tmp_path / "index"
     data = bytearray(path.read_bytes())
@@ -144,7 +142,7 @@ def test_a_rewrite_of_harmed_bytes_is_refused(tmp_path: Path, log: IndexLog) -> 
         log.rewritten()
 
 
-def test_an_index_larger_than_its_slots_can_make_it_is_not_read(tmp_path: Path, log: IndexLog) -> None:
+def test_an_index_too_large_for_its_slots_is_not_read(tmp_path: Path, log: IndexLog) -> None:
     log.append([put(1)])
     log.close()
     os.truncate(tmp_path / "index", 2**40)  # the file system stores only one page of this sparse file

@@ -1,5 +1,3 @@
-"""Names below `disk_path` that lead elsewhere, or that another user has created first."""
-
 from __future__ import annotations
 
 import os
@@ -61,9 +59,7 @@ KINDS = ["link", "hard link", "pipe", "folder", pytest.param("other owner", mark
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", USES)
-def test_a_file_that_is_not_ours_is_refused_and_what_it_names_untouched(
-    tmp_path: Path, name: str, kind: str
-) -> None:
+def test_an_unsafe_file_is_refused_and_its_target_is_unchanged(tmp_path: Path, name: str, kind: str) -> None:
     put_in_place(tmp_path / name, kind)
     with pytest.raises(DiskError, match=rf"{name} is not used: its owner is \d+, its mode \S+, .* must be"):
         USES[name](tmp_path)
@@ -73,7 +69,7 @@ def test_a_file_that_is_not_ours_is_refused_and_what_it_names_untouched(
 @pytest.mark.parametrize(
     "kind", ["link", "hard link", "pipe", pytest.param("other owner", marks=needs_root), "mode"]
 )
-def test_a_new_index_replaces_any_file_of_its_name(tmp_path: Path, kind: str) -> None:
+def test_a_new_index_replaces_any_file_with_its_name(tmp_path: Path, kind: str) -> None:
     put_in_place(tmp_path / "index.new", kind)
     start_index(open_folder(tmp_path), HEADER).close()
     assert (tmp_path / "index").stat().st_mode & 0o777 == 0o600
@@ -83,8 +79,7 @@ def test_a_new_index_replaces_any_file_of_its_name(tmp_path: Path, kind: str) ->
 
 @pytest.mark.parametrize("kind", ["link", "file", pytest.param("other owner", marks=needs_root), "mode"])
 @pytest.mark.parametrize("is_parent", [True, False])
-def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path, kind: str, *, is_parent: bool) -> None:
-    """Another user can create the folder first, because the fingerprint is a digest of public settings."""
+def test_an_unsafe_folder_is_refused(tmp_path: Path, kind: str, *, is_parent: bool) -> None:
     path = tmp_path / IDENTITY.fingerprint / "replica0"
     path = path.parent if is_parent else path
     path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -101,7 +96,7 @@ def test_a_folder_that_is_not_ours_is_refused(tmp_path: Path, kind: str, *, is_p
         make_folder(tmp_path, IDENTITY, 0)
 
 
-def test_a_root_that_every_user_may_write_to_is_a_caution_unless_it_is_sticky(tmp_path: Path) -> None:
+def test_a_root_that_all_users_can_write_to_causes_a_warning_unless_it_is_sticky(tmp_path: Path) -> None:
     root = tmp_path / "disk"
     assert caution(root) == ""
     root.mkdir()
@@ -129,7 +124,7 @@ def test_r10_an_index_is_erased_even_if_its_folder_was_moved_and_the_reset_repor
     folder.close()
 
 
-def test_a_forked_child_does_not_keep_a_lock(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     held = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
     lock(held)
     ready, go = os.pipe(), os.pipe()
@@ -151,7 +146,7 @@ def test_a_forked_child_does_not_keep_a_lock(tmp_path: Path) -> None:
             os.close(descriptor)
 
 
-def test_a_write_of_nothing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_of_0_bytes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = start_index(open_folder(tmp_path), HEADER)
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(OSError, match="wrote nothing"):

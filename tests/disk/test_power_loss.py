@@ -1,5 +1,3 @@
-"""Power failures lose, tear and reorder unsynced writes. No wrong byte is served, and synced blocks are found."""
-
 from __future__ import annotations
 
 import copy
@@ -19,12 +17,14 @@ SEEDS = 8
 
 
 class Life:
-    """A writer, and snapshots of the disk at random moments. Each snapshot has the blocks that must be found in it."""
+    """Runs a writer, and takes snapshots of the disk at random moments. Each snapshot lists the blocks that
+    must be found in it.
+    """
 
     def __init__(self, folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.random = Random(seed)
         self.disk = Disk()
-        # keys of blocks whose put and data are synced and which are not invalidated
+        # keys of blocks whose data and index entry are synced, and which are not invalidated
         self.durable: set[bytes] = set()
         self.gone: set[bytes] = set()  # keys of blocks from before a completed reset
         self.pictures: list[tuple[Disk, set[bytes], set[bytes]]] = []

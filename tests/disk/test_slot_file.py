@@ -1,5 +1,3 @@
-"""Slot files on a real file system."""
-
 from __future__ import annotations
 
 import errno
@@ -53,7 +51,7 @@ def some_bytes(seed: int, size: int = SHAPE.slot_bytes) -> bytes:
     return Random(seed).randbytes(size)
 
 
-def test_what_is_written_is_read_by_the_next_process_too(opened: Callable[..., SlotFile]) -> None:
+def test_the_next_process_reads_written_slots(opened: Callable[..., SlotFile]) -> None:
     file = opened()
     for slot in range(4):
         write(file, slot, some_bytes(slot))
@@ -64,7 +62,7 @@ def test_what_is_written_is_read_by_the_next_process_too(opened: Callable[..., S
     assert [read(again, slot) for slot in range(4)] == [some_bytes(slot) for slot in range(4)]
 
 
-def test_slots_larger_than_a_piece_are_whole(opened: Callable[..., SlotFile]) -> None:
+def test_slots_larger_than_one_call_are_written_and_read_completely(opened: Callable[..., SlotFile]) -> None:
     shape = SlotShape(0, 1, 2 * PIECE_BYTES + 5000, b"a rank's layout.")
     file = opened(2, shape)
     write(file, 0, some_bytes(0, shape.slot_bytes))
@@ -74,10 +72,9 @@ def test_slots_larger_than_a_piece_are_whole(opened: Callable[..., SlotFile]) ->
 
 
 @pytest.mark.parametrize("most", [PAGE, 3 * PAGE, 2**30])
-def test_calls_that_transfer_less_than_asked_for_are_gone_on_with(
+def test_short_reads_and_writes_are_continued(
     opened: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """Two slots in 1,100 pieces are more than one call can transfer."""
     file = opened(3, SlotShape(0, 1, 550 * PAGE, b"a rank's layout."))
     for name in ("pwritev", "preadv"):
         real = getattr(os, name)
@@ -99,7 +96,7 @@ def test_calls_that_transfer_less_than_asked_for_are_gone_on_with(
         file.write(2, [written])
 
 
-def test_its_space_is_taken_at_once_and_for_this_user_alone(
+def test_a_slot_files_space_is_allocated_at_once_and_only_this_user_can_open_it(
     opened: Callable[..., SlotFile], tmp_path: Path
 ) -> None:
     file = opened(100)
@@ -118,7 +115,7 @@ def test_its_space_is_taken_at_once_and_for_this_user_alone(
         SlotShape(1, 2, 6000, b"another layout.."),
     ],
 )
-def test_a_file_of_another_shape_is_made_again(opened: Callable[..., SlotFile], other: SlotShape) -> None:
+def test_a_slot_file_of_another_shape_is_replaced(opened: Callable[..., SlotFile], other: SlotShape) -> None:
     first = opened().id
     assert opened(4, other).id != first
 
@@ -134,7 +131,7 @@ def test_every_byte_of_the_header_counts(opened: Callable[..., SlotFile], tmp_pa
     assert len(ids) == 11
 
 
-def test_a_file_that_was_cut_short_is_made_again(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
+def test_a_truncated_slot_file_is_replaced(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
     first = opened().id
     os.truncate(tmp_path / "slots1", PAGE + 3 * SHAPE.pitch)
     again = opened()
@@ -155,7 +152,7 @@ def test_a_file_that_was_cut_short_is_made_again(opened: Callable[..., SlotFile]
         (lambda data: data[:20] + b"xxxx" + data[24:], "its header is damaged"),
     ],
 )
-def test_a_file_that_is_replaced_is_one_warning_that_names_it(
+def test_replacing_a_slot_file_logs_one_warning_with_its_name(
     opened: Callable[..., SlotFile], tmp_path: Path, spoil: Callable[[bytes], bytes], reason: str
 ) -> None:
     path = tmp_path / "slots1"
@@ -171,7 +168,7 @@ def test_a_file_that_is_replaced_is_one_warning_that_names_it(
     assert reason in line["reason"]
 
 
-def test_a_file_of_another_shape_says_both(opened: Callable[..., SlotFile]) -> None:
+def test_the_warning_for_another_shape_names_both_shapes(opened: Callable[..., SlotFile]) -> None:
     opened()
     with capture_logs() as lines:
         opened(4, SlotShape(1, 2, 6001, SHAPE.layout))
@@ -180,7 +177,7 @@ def test_a_file_of_another_shape_says_both(opened: Callable[..., SlotFile]) -> N
 
 
 @pytest.mark.parametrize("slots", [2**31, 2**36, 2**60])
-def test_a_header_that_claims_more_slots_than_the_file_has_is_not_believed(
+def test_a_header_with_more_slots_than_the_file_is_refused(
     opened: Callable[..., SlotFile], tmp_path: Path, slots: int
 ) -> None:
     first, path = opened().id, tmp_path / "slots1"
@@ -190,7 +187,7 @@ def test_a_header_that_claims_more_slots_than_the_file_has_is_not_believed(
     assert again.slots == 4
 
 
-def test_more_slots_keep_what_there_is(opened: Callable[..., SlotFile]) -> None:
+def test_growing_a_slot_file_keeps_its_slots(opened: Callable[..., SlotFile]) -> None:
     file = opened(2)
     write(file, 1, some_bytes(1))
     first = file.id
@@ -199,7 +196,7 @@ def test_more_slots_keep_what_there_is(opened: Callable[..., SlotFile]) -> None:
     assert opened(5).id == first
 
 
-def test_with_fewer_slots_the_first_ones_are_kept(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
+def test_shrinking_a_slot_file_keeps_its_first_slots(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
     file = opened(100)
     for slot in (2, 7):
         write(file, slot, some_bytes(slot))
@@ -212,7 +209,7 @@ def test_with_fewer_slots_the_first_ones_are_kept(opened: Callable[..., SlotFile
     assert read(again, 7) != some_bytes(7)
 
 
-def test_a_slot_that_is_not_there_is_refused(opened: Callable[..., SlotFile]) -> None:
+def test_a_slot_outside_the_file_is_refused(opened: Callable[..., SlotFile]) -> None:
     file = opened(2)
     for slot in (-1, 2):
         with pytest.raises(IndexError, match="not among the 2"):
@@ -233,7 +230,7 @@ def refuse(*, number: int) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("had", [0, 3])
-def test_without_room_the_start_is_refused_and_nothing_is_lost(
+def test_a_start_without_disk_space_is_refused_and_keeps_the_file(
     opened: Callable[..., SlotFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had: int
 ) -> None:
     path = tmp_path / "slots1"
@@ -256,7 +253,7 @@ def test_a_failing_disk_is_reported(opened: Callable[..., SlotFile], monkeypatch
         opened()
 
 
-def test_where_direct_io_is_refused_the_page_cache_serves(
+def test_the_page_cache_is_used_if_direct_io_is_refused(
     opened: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = fcntl.fcntl
@@ -274,7 +271,7 @@ def test_where_direct_io_is_refused_the_page_cache_serves(
     assert read(file, 2) == some_bytes(2)
 
 
-def test_a_read_behind_the_end_of_a_cut_file_is_an_error(
+def test_reading_past_the_end_of_a_truncated_file_is_an_error(
     opened: Callable[..., SlotFile], tmp_path: Path
 ) -> None:
     file = opened()

@@ -1,5 +1,3 @@
-"""The key's file, and the codes computed with the key."""
-
 from __future__ import annotations
 
 import os
@@ -41,7 +39,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("make", "said"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_key_file_is_one_error_that_says_what_it_is_and_what_is_allowed(
+def test_the_error_for_a_bad_key_file_names_the_problem_and_the_rule(
     make: Callable[[Path], object], said: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "key"
@@ -56,7 +54,7 @@ def test_what_is_no_key_file_is_one_error_that_says_what_it_is_and_what_is_allow
     )
 
 
-def test_a_name_that_no_file_can_have_is_the_same_error(tmp_path: Path) -> None:
+def test_a_key_file_with_an_impossible_name_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not used: File name too long"):
         read_tier_key(tmp_path / ("a" * 300))
 
@@ -70,7 +68,7 @@ def test_another_users_file_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
 @pytest.mark.parametrize("size", [LEAST_BYTES, MOST_BYTES])
-def test_a_key_is_all_bytes_of_its_file(size: int, mode: int, tmp_path: Path) -> None:
+def test_the_key_consists_of_all_bytes_of_its_file(size: int, mode: int, tmp_path: Path) -> None:
     ids = set()
     for name, data in (("zeros", bytes(size)), ("line", bytes(size - 1) + b"\n")):
         key = read_tier_key(write(tmp_path / name, data, mode))
@@ -84,7 +82,7 @@ def test_without_a_file_there_is_no_key() -> None:
     assert read_tier_key(None) is None
 
 
-def test_a_code_is_of_key_context_and_data_and_not_of_how_the_data_is_cut() -> None:
+def test_a_code_depends_on_key_context_and_data_but_not_on_the_datas_pieces() -> None:
     key = TierKey(SECRET)
     codes = {
         key.mac(b"context", b"data"),
@@ -99,8 +97,7 @@ def test_a_code_is_of_key_context_and_data_and_not_of_how_the_data_is_cut() -> N
     assert key.sum(b"context", b"data") == int.from_bytes(key.mac(b"context", b"data")[:8], "little")
 
 
-def test_the_code_is_hmac_sha256() -> None:
-    """Another program can therefore compute and check the code."""
+def test_a_code_is_an_hmac_sha256_that_other_programs_can_check() -> None:
     import hmac
 
     expected = hmac.digest(SECRET, (7).to_bytes(8, "little") + b"context" + b"data", "sha256")

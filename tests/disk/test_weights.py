@@ -1,5 +1,3 @@
-"""The identity of a model's weights, which does not depend on names, sizes or times."""
-
 from __future__ import annotations
 
 import os
@@ -40,13 +38,13 @@ def snapshot(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_snapshot_is_its_commit(tmp_path: Path) -> None:
+def test_a_snapshot_is_identified_by_its_commit(tmp_path: Path) -> None:
     folder = snapshot(tmp_path)
     assert weights_identity(folder, tmp_path / "memory") == f"commit {COMMIT}"
     assert not (tmp_path / "memory").exists()
 
 
-def test_a_snapshot_with_a_file_of_its_own_is_digested(tmp_path: Path) -> None:
+def test_a_snapshot_with_a_changed_file_is_digested(tmp_path: Path) -> None:
     folder = snapshot(tmp_path)
     (folder / "config.json").write_text("changed by hand")
     assert snapshot_commit(folder) is None
@@ -61,7 +59,7 @@ def test_an_empty_snapshot_and_another_folder_have_no_commit(tmp_path: Path, mod
 
 
 @pytest.mark.parametrize("name", ["config.json", "parts/model.safetensors"])
-def test_one_changed_byte_is_another_identity_also_with_size_and_time_as_before(
+def test_one_changed_byte_changes_the_identity_even_with_the_same_size_and_time(
     tmp_path: Path, model: Path, name: str
 ) -> None:
     memory = tmp_path / "memory"
@@ -76,19 +74,19 @@ def test_one_changed_byte_is_another_identity_also_with_size_and_time_as_before(
     assert weights_identity(model, memory, now_ns=later) != before
 
 
-def test_a_file_under_another_name_is_another_identity(tmp_path: Path, model: Path) -> None:
+def test_renaming_a_file_changes_the_identity(tmp_path: Path, model: Path) -> None:
     before = weights_identity(model, tmp_path / "memory")
     (model / "config.json").rename(model / "settings.json")
     assert weights_identity(model, tmp_path / "memory") != before
 
 
-def test_a_copy_elsewhere_is_the_same(tmp_path: Path, model: Path) -> None:
+def test_a_copy_in_another_folder_has_the_same_identity(tmp_path: Path, model: Path) -> None:
     before = weights_identity(model, tmp_path / "memory")
     moved = model.rename(tmp_path / "moved")
     assert weights_identity(moved, tmp_path / "memory") == before
 
 
-def test_hidden_files_do_not_count(tmp_path: Path, model: Path) -> None:
+def test_hidden_files_do_not_change_the_identity(tmp_path: Path, model: Path) -> None:
     before = weights_identity(model, tmp_path / "memory")
     (model / ".cache").mkdir()
     (model / ".cache" / "lock").touch()
@@ -96,7 +94,7 @@ def test_hidden_files_do_not_count(tmp_path: Path, model: Path) -> None:
 
 
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which the length of each hashed chunk is appended, of files and of the list of files."""
+    """Return a list that collects the length of each chunk of data that is hashed."""
     sizes: list[int] = []
     real = xxh3_128
 
@@ -115,7 +113,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_a_digest_is_remembered(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_digest_is_computed_once(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = tmp_path / "memory"
     before = weights_identity(model, memory, now_ns=later)
     sizes = reads(monkeypatch)
@@ -127,10 +125,9 @@ def test_a_digest_is_remembered(tmp_path: Path, model: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("since_ns", [10**6, -(10**15)], ids=["a moment ago", "the clock was set back"])
-def test_a_file_that_changed_a_moment_ago_is_not_remembered(
+def test_the_digest_of_a_recently_changed_file_is_not_remembered(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, since_ns: int
 ) -> None:
-    """The file could change again within the same tick of the file system's clock."""
     memory = tmp_path / "memory"
     changed = max(path.stat().st_ctime_ns for path in model.rglob("*"))
     weights_identity(model, memory, now_ns=lambda: changed + since_ns)
@@ -139,12 +136,12 @@ def test_a_file_that_changed_a_moment_ago_is_not_remembered(
     assert sum(sizes) > 256_000
 
 
-def test_a_memory_that_cannot_be_written_costs_time_only(tmp_path: Path, model: Path) -> None:
+def test_digests_are_computed_again_if_they_cannot_be_saved(tmp_path: Path, model: Path) -> None:
     memory = tmp_path / "missing" / "memory"
     assert weights_identity(model, memory) == weights_identity(model, memory)
 
 
-def test_weights_that_change_meanwhile_are_refused(
+def test_weights_that_change_while_they_are_read_are_refused(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = model / "parts" / "model.safetensors"
@@ -186,7 +183,7 @@ def test_r18_a_file_that_changed_since_it_was_loaded_has_no_identity(tmp_path: P
 
 
 @pytest.mark.parametrize("key", [None, TierKey(bytes(32))], ids=["no key", "key"])
-def test_r18_with_a_key_a_forged_memory_makes_no_weights_others(
+def test_r18_with_a_tier_key_forged_saved_digests_are_ignored(
     key: TierKey | None, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = tmp_path / "memory"

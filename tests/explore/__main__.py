@@ -20,7 +20,7 @@ def main() -> int:
     began = time.monotonic()
     found: dict[str, Found] = {}
     names = options.worlds or list(WORLDS)
-    # One process per world, because the states of a world take some hundred megabytes.
+    # Each world runs in a process of its own, because its states take some hundred megabytes.
     with multiprocessing.Pool(min(options.processes, len(names)), maxtasksperchild=1) as pool:
         tasks = [(name, options.states) for name in names]
         for name, seen in pool.imap_unordered(_explore, tasks, chunksize=1):

@@ -1,8 +1,8 @@
-"""Checks of every state in addition to those of `World.check`, and checks at the end of an exploration.
+"""Checks every state of an exploration in addition to `World.check`, and checks the end of each exploration.
 
 `World.check` runs the audit (R4, R5, R11), and checks the bytes and ages of all blocks that can hit (R4, R7,
 R10), the leases (R5), and the contents of every block that is read (R9). R6 concerns the engine, and R13 the
-pump; neither is checked here.
+pump; neither rule is checked here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tests.explore.scene import Scene
 
 _MOST_FETCHES = 3
-"""the largest number of fetches that a request waits for, including those of its first lookups"""
+"""the largest number of fetches that a request may wait for"""
 _OPEN_LOAD = (JobState.PLANNED, JobState.SUBMITTED)
 
 
@@ -73,7 +73,7 @@ def check(scene: Scene, before: Before) -> None:
 
 
 def _check_pins(scene: Scene, before: Before) -> None:
-    """R1, R5: check that a slot that is still pinned has the same contents, or can never hit again."""
+    """R1, R5: check that a slot that stays pinned keeps its contents or can never hit again."""
     pool = scene.world.core.state.pool
     for slot, key in before.pinned.items():
         if slot in pool.pins and pool.state(slot) in (SlotState.READY, SlotState.PINNED):
@@ -82,7 +82,7 @@ def _check_pins(scene: Scene, before: Before) -> None:
 
 
 def _check_blocks_in_flight(scene: Scene) -> None:
-    """R3: check that no two open stores read the same block, and that no two store the same key, unless one has failed."""
+    """R3: check that no block is read by two open stores, and no key is stored by two, unless one has failed."""
     stores = [job for job in scene.world.core.state.jobs.open.values() if isinstance(job, Store)]
     blocks = Counter(block for job in stores for block in job.targets)
     assert max(blocks.values(), default=1) == 1, f"R3: a block is being stored twice: {blocks}"
@@ -124,7 +124,7 @@ def _check_eviction_order(scene: Scene, before: Before) -> None:
 
 
 def _check_abandoned(scene: Scene) -> None:
-    """R16: check that memory under an abandoned copy is never allocated again."""
+    """R16: check that the memory of abandoned copies is never allocated again."""
     pool = scene.world.core.state.pool
     for slot in scene.abandoned:
         assert pool.state(slot) is SlotState.QUARANTINED, f"R16: slot {slot} is {pool.state(slot).name} again"
@@ -245,7 +245,8 @@ def _note_store(scene: Scene, entry: tuple[RequestId, int, BlockKey]) -> None:
 
 
 def check_end(scene: Scene) -> None:
-    """End all copies, and check that no request waits forever and nothing is left. This ends the scene's use.
+    """End all copies; check that no request waits forever and nothing is left. The scene cannot be used
+    afterwards.
 
     R9, R14: without open copies, every lookup has an answer, and no request is loading. R16: abandoned copies
     do not count as pending work. R11: after the last copy has ended, everything is released.
@@ -271,7 +272,7 @@ def check_end(scene: Scene) -> None:
             world.end(request)
     world.drain()
     assert not core.state.jobs.pending
-    world.finish(*world.copies)  # These include abandoned copies.
+    world.finish(*world.copies)  # this also ends abandoned copies
     assert not world.requests, f"R9: the load of {list(world.requests)} was never answered"
     assert not world.device.held, f"R5: blocks {dict(world.device.held)} are held"
     assert not world.device.leased, f"R5: blocks {dict(world.device.leased)} are leased"

@@ -1,4 +1,4 @@
-"""The actions that are possible in a scene, and how they are run.
+"""Lists the actions that are possible in a scene, and runs them.
 
 An action is a tuple of words. A program is a list of actions.
 """
@@ -130,7 +130,11 @@ def _of_store(scene: Scene, world: RemoteWorld) -> Iterator[Action]:
 
 
 def act(scene: Scene, action: Action) -> None:
-    """Run one action, check every invariant, and tidy up; raise an exception if a rule is broken."""
+    """Run one action, check every invariant, and tidy up the scene.
+
+    Raises:
+        Exception: a rule was broken.
+    """
     kind, *words = action
     before = invariants.Before.of(scene)
     _ACTS[str(kind)](scene, *words)
@@ -216,7 +220,7 @@ def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
 
 
 def _hang(scene: Scene, rank: int, job: JobId) -> None:
-    """Let a call on a rank's file hang. The call may still change the disk slot or host slot that it fills."""
+    """Let a call to the disk hang on one rank. The call may still change the slot that it fills."""
     assert isinstance(scene.world, DiskWorld)
     world, copy = scene.world, scene.world.copies[job].job
     assert copy.tier is Tier.DISK
@@ -312,7 +316,7 @@ def _evict(scene: Scene, number: int) -> None:
 
 
 def _overwrite(scene: Scene, number: int) -> None:
-    """Let another writer overwrite one of this engine's values in the store."""
+    """Overwrite one of this engine's values in the remote tier, as another writer could."""
     scene.spend("overwrite")
     assert isinstance(scene.world, RemoteWorld)
     scene.world.store[sorted(scene.world.store)[number]] = Value(GARBAGE, 0)

@@ -1,4 +1,4 @@
-"""Prints a violation as a test that runs the shortest program breaking the rule."""
+"""Prints a violation as the source of a test, which runs the shortest program that breaks the rule."""
 
 from __future__ import annotations
 

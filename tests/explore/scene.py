@@ -1,4 +1,4 @@
-"""One state of an exploration, in a form in which equal states are equal."""
+"""One state of an exploration. Equal states have equal bytes when pickled."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Scene:
         world: the engine, its ranks and the core.
         unseen: requests that have not arrived yet.
         left: how often each kind of fault may still happen.
-        found: the answer of a request's last lookup (device and host tokens), until its allocation.
+        found: each request's last lookup answer (tokens on the device and on the host), until the allocation.
         stored: how often each incarnation of a request stored a key; R8 allows two times.
-        abandoned: slots under an abandoned store or fetch or under a hanging read; they are never allocated again
-            (R16).
-        places_abandoned: disk slots under a write that hangs or was abandoned.
+        abandoned: host slots under an abandoned store or fetch, or under a hanging read. They are never
+            allocated again (R16).
+        places_abandoned: disk slots under a hanging or abandoned write.
     """
 
     kind: SmallWorld
@@ -56,7 +56,7 @@ class Scene:
     @classmethod
     def first(cls, kind: SmallWorld) -> Scene:
         scene = cls(kind, kind.build(), list(kind.texts), dict(kind.often))
-        # `act` runs the checks after each action instead, because an action may dispatch several facts.
+        # `act` runs the checks after the whole action, which may dispatch several facts.
         scene.world.checks_each_fact = False
         scene.tidy()
         return scene
@@ -83,10 +83,11 @@ class Scene:
         self.left[trouble] -= 1
 
     def tidy(self) -> None:
-        """Drop state that no later action can observe, so that states which differ only in such state become equal.
+        """Drop state that no later action can observe, so that states which differ only in such state become
+        equal.
 
-        Such state is past events, the number of steps, the numbers of jobs except their order, and bytes that
-        no engine may read.
+        Dropped are past events, the number of steps, the numbers of jobs (but not their order), and bytes
+        that no engine may read.
         """
         world = self.world
         world.log.clear()
@@ -102,14 +103,14 @@ class Scene:
             _forget_values(self.remote_world)
 
     def digest(self) -> bytes:
-        # Only the lazy policy decides by the reason why a key is missing.
+        # Only the lazy policy bases decisions on the reason for a miss.
         constant = _CONSTANT if self.kind.policy == "lazy" else _CONSTANT | {MissMemory}
         picture = fingerprint(self, constant=constant)
         return blake2b(marshal.dumps(picture, 2), digest_size=16).digest()  # type: ignore[arg-type]  # atoms, tuples
 
 
 def _saved(index: KeyIndex) -> tuple[Any, ...]:
-    """Save a dict that serves many first bytes only once. Repeated dicts would be most of a saved scene."""
+    """Save a dict once even if it serves several first bytes. Copies would fill most of a saved scene."""
     runs = [list(same) for _, same in groupby(index.parts, id)]
     return _restored, ([(len(run), run[0]) for run in runs], index._changes)
 
@@ -128,7 +129,7 @@ copyreg.pickle(KeyIndex, _saved)
 
 
 def _forget_steps(world: World) -> None:
-    """Keep only the number of steps since the last spill, and only while another spill may follow."""
+    """Keep only the number of steps since the last spill, and only if another spill may follow."""
     state, lower_tiers = world.core.state, world.core.lower_tiers
     if state.tiers:
         lower_tiers._spilled_at = lower_tiers._spilled_at - state.steps if state.degraded is None else 0
@@ -140,7 +141,7 @@ def _renumber_jobs(world: World) -> None:
     jobs = state.jobs
     numbers = {job: JobId(number) for number, job in enumerate(jobs.open)}
     for record in (*state.requests.live.values(), *state.requests.finishing):
-        if record.awaits_fetch is not None:  # A fetch that has ended is equivalent to no fetch.
+        if record.awaits_fetch is not None:  # For the core, an ended fetch is the same as no fetch.
             job, tokens = record.awaits_fetch
             record.awaits_fetch = (numbers[job], tokens) if job in numbers else None
     if jobs.last == len(numbers) - 1:

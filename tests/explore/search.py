@@ -12,9 +12,9 @@ from tests.explore.scene import Scene
 from tests.explore.worlds import SmallWorld
 
 _END_CHECKED = 8
-"""One in this many states is also run to the end of its work.
+"""One state in this many is also run until its work has ended.
 
-States from which only an empty step is possible are always run to the end.
+States in which only an empty step is possible are always run to the end.
 """
 
 
@@ -23,7 +23,7 @@ class Violation:
     """A shortest program that breaks a rule, and the error.
 
     Args:
-        at_end: whether the error shows only after all work has ended.
+        at_end: whether the error appears only after all work has ended.
     """
 
     program: tuple[Action, ...]
@@ -56,7 +56,7 @@ def explore(kind: SmallWorld, *, states: int) -> Found:
     """Explore a world until this many states are known, no state is left, or a rule is broken."""
     try:
         first = Scene.first(kind)
-    except Exception as problem:  # Building the scene serves texts, and may already break a rule.
+    except Exception as problem:  # Building the scene serves texts, which may already break a rule.
         return Found(violation=Violation((), _said(problem), False))
     return _Search(first).run(states)
 

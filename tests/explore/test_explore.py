@@ -65,7 +65,7 @@ SHOWN_IN = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", SHOWN_IN)
-def test_a_missing_rule_is_found_with_a_program_that_shows_it(rule: str) -> None:
+def test_a_disabled_rule_is_found_with_a_program_that_breaks_it(rule: str) -> None:
     name = SHOWN_IN[rule]
     namespace: dict[str, Callable[[], None]] = {}
     with undone(rule):
@@ -78,7 +78,7 @@ def test_a_missing_rule_is_found_with_a_program_that_shows_it(rule: str) -> None
     test()
 
 
-def test_the_program_is_a_shortest_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_program_is_a_shortest_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Leases, "release", lambda self, blocks: None)
     violation = explore(WORLDS["one request"], states=3_000).violation
     assert violation is not None
@@ -88,7 +88,7 @@ def test_the_program_is_a_shortest_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _ends_differently(program: list[Action]) -> None:
-    """Check that no shorter program breaks a rule."""
+    """Check that this program, a part of the shortest violation, breaks no rule."""
     scene = Scene.first(WORLDS["one request"])
     for action in program:
         if action in actions(scene):

@@ -1,4 +1,4 @@
-"""Regression tests: programs that once broke a rule, as the exploration printed them."""
+"""Regression tests. Each is a program that once broke a rule, as the exploration printed it."""
 
 from __future__ import annotations
 
@@ -49,6 +49,6 @@ FOUND: dict[str, tuple[str, list[Action]]] = {
 
 
 @pytest.mark.parametrize("what", FOUND)
-def test_it_breaks_no_rule_any_more(what: str) -> None:
+def test_a_program_that_once_broke_a_rule_breaks_none(what: str) -> None:
     world, program = FOUND[what]
     check_end(replay(Scene.first(WORLDS[world]), program))

@@ -1,4 +1,4 @@
-"""The small worlds to explore. Each is as small as possible for the behaviour that it covers."""
+"""The small worlds to explore. Each world is as small as possible for the behaviour that it covers."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class SmallWorld:
     Args:
         groups: the KV cache groups.
         texts: the requests that may arrive, each once.
-        often: how often each kind of fault may happen; other kinds never happen.
+        often: how often each kind of fault may happen. Other kinds never happen.
         served: texts that were stored before and are no longer on the device.
-        ranks, device, host, policy, report_every: as in `World`. With "grow", only one slot is ready at first.
+        ranks, device, host, policy, report_every: as in `World`. With "grow", only one slot is ready at
+            first.
         disk: as in `DiskWorld`; 0 for no disk.
-        on_disk: texts that an earlier process left on the disk. With "open", the exploration includes reading the
+        on_disk: texts that an earlier process left on the disk. With "open", the exploration also reads the
             index.
         hints: as in `RemoteWorld`; 0 for no store.
-        in_store: texts that another engine has written to the store.
-        after_hits: how often lookups must find a block before it is written to the disk or the store.
+        in_store: texts that another engine has written to the remote tier.
+        after_hits: how often lookups must find a block before it is written to the disk or the remote tier.
     """
 
     groups: tuple[GroupSpec, ...] = (full(),)
@@ -56,7 +57,7 @@ class SmallWorld:
         return world
 
     def restarted(self, before: World, *, loses_tail: bool) -> World:
-        """Return the world after the engine was killed and the next engine has begun to read the index."""
+        """Return the world after a kill. The next engine has begun to read the index."""
         disk, store = None, None
         if isinstance(before, DiskWorld):
             before.die(loses_tail=loses_tail)
@@ -106,7 +107,7 @@ class SmallWorld:
             "host": 1 if "grow" in self.often else self.host,
             "policy": self.policy,
             "report_every": self.report_every,
-            # Reports can be late only with steps of one token.
+            # Reports can be late only if each step computes one token.
             "step_tokens": 4 if self.report_every == 1 else 1,
         }
 
@@ -117,7 +118,7 @@ _STATES = (recurrent(), full(group=1))
 _ONE = {"a": LONG}
 
 WORLDS: Mapping[str, SmallWorld] = {
-    # Stores, beginning with an empty host.
+    # stores, starting with an empty host
     "one request": SmallWorld(
         texts=_ONE, often=dict.fromkeys(("fail", "late", "reset", "preempt", "grow"), 1)
     ),
@@ -135,7 +136,7 @@ WORLDS: Mapping[str, SmallWorld] = {
         _STATES, _ONE, dict.fromkeys(("fail", "late", "reset", "preempt", "grow"), 1), device=10, host=4
     ),
     "states of two": SmallWorld(_STATES, often={"preempt": 1, "fail": 1}, device=14, host=3),
-    # Loads, and requests that wait for them, beginning with the prefix on the host.
+    # loads, and requests that wait for loads; at the start, the prefix is on the host
     "a load": SmallWorld(
         texts=_ONE, served=(LONG,), often=dict.fromkeys(("fail", "late", "reset", "preempt", "corrupt"), 1)
     ),
@@ -155,7 +156,7 @@ WORLDS: Mapping[str, SmallWorld] = {
     ),
     "sharing a state's load": SmallWorld(_STATES, served=(LONG,), often={"fail": 1}, device=14, host=4),
     "lazy load": SmallWorld(policy="lazy", served=(LONG,), often={"reset": 1, "corrupt": 1}, device=18),
-    # Spills, fetches, and the next process. With 8 host slots, up to 2 blocks are fetched.
+    # spills, fetches, and the next process; with 8 host slots, a fetch may bring 2 blocks
     "spills": SmallWorld(
         texts=_ONE,
         often=dict.fromkeys(("fail", "late", "reset", "hang", "corrupt"), 1),
@@ -210,8 +211,8 @@ WORLDS: Mapping[str, SmallWorld] = {
         disk=3,
         after_hits=0,
     ),
-    # A store that several engines share. The core queries it when a request arrives, and the answer may be
-    # wrong or late.
+    # A remote tier shared by several engines. The core queries the remote tier when a request arrives, and
+    # the answer may be wrong or late.
     "puts": SmallWorld(
         texts=_ONE,
         often=dict.fromkeys(("fail", "late", "reset", "full", "corrupt"), 1),
@@ -280,7 +281,7 @@ WORLDS: Mapping[str, SmallWorld] = {
         hints=2,
         after_hits=0,
     ),
-    # Actions of the engine or the operator that break the contract.
+    # The engine or the operator breaks the contract in these worlds.
     "switched off": SmallWorld(served=(LONG,), often={"degrade": 1, "fail": 1}, ranks=2),
     "violations": SmallWorld(served=(LONG,), often={"violation": 1, "preempt": 1, "forget": 1}),
 }

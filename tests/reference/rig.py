@@ -1,4 +1,4 @@
-"""Tiny engines with the real plugin, and the same engines without it for comparison."""
+"""Runs tiny engines with the real plugin, and the same engines without the plugin for comparison."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 BLOCK = 4
 KINDS = ("full", "sliding_window", "chunked_local", "recurrent")
-# Two layers per group, so that each of two ranks has one layer of every group.
+# Each group has two layers, so that each of two ranks has one layer of every group.
 LAYERS = {
     "full": 2,
     "sliding_window": 6,
@@ -40,7 +40,7 @@ LAYERS = {
 PLENTY = 2000
 TIMEOUT_S = 5.0
 TOLERANCE = 1e-3
-STEP_S = 0.02  # In fake time, a step is longer than any pause of the pump.
+STEP_S = 0.02  # in fake seconds; longer than any pause of the pump
 
 
 class Options(TypedDict, total=False):
@@ -76,7 +76,7 @@ def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
 
 
 def slot_bytes(kind: str, ranks: int = 1) -> int:
-    """Return the bytes of a block on each rank, with keys and values of 4 bytes per number in each tensor."""
+    """Return the bytes of a block on each rank. Keys and values have 4 bytes per number in each tensor."""
     model = tiny_model(kind, {"layers": LAYERS[kind]})
     return 2 * BLOCK * model.kv_heads * model.head_dim * 4 * model.layers_per_group // ranks
 
@@ -84,7 +84,7 @@ def slot_bytes(kind: str, ranks: int = 1) -> int:
 class Rig:
     """An engine with the plugin. The test steps the engine, and controls time and copies.
 
-    The copies are real. A copy ends when it is submitted, unless the test holds copies with `hold()`.
+    The copies are real. A copy ends as soon as it is submitted, unless the test has called `hold()`.
     """
 
     def __init__(self, kind: str = "full", **options: Unpack[Options]) -> None:
@@ -103,8 +103,8 @@ class Rig:
         self.engine = Engine(config_of(kind, **options), self.plugin, clock=now)
         self.streams: list[tuple[tuple[int, ...], int, TokenStream]] = []
         if options.get("starts_ready", True):
-            self.portal.advance()  # This prepares the host memory.
-            self.engine.step()  # This reports the memory to the scheduler's side.
+            self.portal.advance()  # this prepares the host memory
+            self.engine.step()  # this step reports the host memory to the scheduler's side
 
     def _make_copier(self, rank: Rank) -> GatedCopier:
         assert rank == len(self.copiers)
@@ -126,13 +126,13 @@ class Rig:
         return stream
 
     def step(self, seconds: float = STEP_S) -> None:
-        """Run one step of the engine, and let the transfer coroutines react to it."""
+        """Run one step of the engine, and let the transfer coroutines react to the step."""
         self.engine.step()
         self.pass_time(seconds)
         self.check()
 
     def pass_time(self, seconds: float = STEP_S) -> None:
-        """Advance the fake clock. Released copies end, and all tasks are waiting when this returns."""
+        """Advance the fake clock. When this returns, released copies have ended and all tasks wait."""
         self.portal.advance(seconds)
 
     def drain(self, limit: int = 3000) -> None:
@@ -163,7 +163,7 @@ class Rig:
         return found
 
     def run_plain(self, prompt: Sequence[int], new_tokens: int = 4) -> None:
-        """Like `run`, but check nothing except the tokens, because offloading is broken."""
+        """Serve a request as `run` does, but check only its tokens, because offloading is broken."""
         stream = self.submit(prompt, new_tokens)
         for _ in range(100):
             if stream.request_id in self.engine._open:
@@ -204,7 +204,7 @@ class Rig:
         return self.counts().count(f"kvoffload_{name}_total", *labels)
 
     def assert_clean(self, *, lost_blocks: int = 0) -> None:
-        """Check that nothing is open, and that hanging copies keep `lost_blocks` device blocks."""
+        """Check that no request or job is open, and that hanging copies keep exactly `lost_blocks` blocks."""
         self.check()
         numbers = self.engine.statistics()
         assert (numbers.waiting, numbers.loading, numbers.running) == (0, 0, 0)
@@ -221,7 +221,7 @@ class Rig:
         assert slots["host", "filling"] == slots["host", "pinned"] == 0 or lost_blocks
 
     def assert_outputs(self) -> None:
-        """Check that each request's tokens are those of an engine without the plugin, up to an abort."""
+        """Check that each request's tokens, up to an abort, are those of an engine without the plugin."""
         for prompt, new_tokens, stream in self.streams:
             found = taken(stream)
             assert_same(found, plain(self.kind, prompt, new_tokens)[: len(found)], TOLERANCE)
@@ -231,7 +231,7 @@ class Rig:
 
 
 def assert_exclusive(tickets: Sequence[GatedTicket]) -> None:
-    """Check that no two open copies use the same bytes, except that two loads may read the same slot (R3, R5)."""
+    """Check that no two open copies use the same bytes. Two loads may read the same slot (R3, R5)."""
     spans = sorted(
         (int(start), int(start + size), side == "source" and ticket.direction is Direction.LOAD)
         for ticket in tickets
@@ -270,14 +270,14 @@ def plain(kind: str, prompt: tuple[int, ...], new_tokens: int) -> list[Token]:
 
 
 def text(seed: int, tokens: int) -> tuple[int, ...]:
-    """Return a prompt. Prompts of the same seed are prefixes of each other."""
+    """Return a prompt. Of two prompts with the same seed, the shorter is a prefix of the longer."""
     return tuple(random.Random(seed).choices(range(64), k=tokens))
 
 
 def on_host_only(made: Rig, *prompts: tuple[int, ...]) -> None:
     """Store these prompts on the host, and remove them from the device."""
     for prompt in prompts:
-        made.run(prompt, 6)  # With so many tokens, all blocks are stored under the lease limit.
+        made.run(prompt, 6)  # a request with so many tokens stores all blocks in spite of the lease limit
     made.forget_device()
 
 

@@ -1,5 +1,3 @@
-"""The adapter reports each fact once, in the core's types, and leases blocks of the engine's pool."""
-
 from __future__ import annotations
 
 from typing import Any
@@ -26,7 +24,7 @@ def received(made: Rig, *classes: type[facts.Fact]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_shape_is_the_engines(kind: str) -> None:
+def test_the_adapter_reports_the_engines_shape(kind: str) -> None:
     with rig(kind, ranks=2, num_blocks=50, step_tokens=12) as made:
         shape = made.offload.shape
         assert (shape.ranks, shape.device_blocks, shape.step_tokens, shape.alignment) == (2, 49, 12, 4)
@@ -35,8 +33,7 @@ def test_the_shape_is_the_engines(kind: str) -> None:
         assert len(shape.groups) == (1 if kind == "full" else 3)
 
 
-def test_blocks_that_were_leased_are_evicted_from_the_prefixs_tail() -> None:
-    """The engine does the same: if the head were evicted first, no later block could be found."""
+def test_released_blocks_are_evicted_from_the_prefixs_tail() -> None:
     with rig(num_blocks=41) as made:
         made.hold()
         stream = made.engine.submit(text(1, 20), SamplingParams(6))
@@ -72,7 +69,7 @@ def test_every_key_and_block_is_reported_once_and_only_when_it_is_new() -> None:
 
 
 @pytest.mark.parametrize("state", ["waiting", "loading", "running", "preempted"])
-def test_how_a_request_ends_is_reported_as_it_is(state: str) -> None:
+def test_every_way_a_request_ends_is_reported(state: str) -> None:
     with rig(max_requests=1) as made:
         made.run(text(1, 25), 6)
         made.forget_device()
@@ -96,7 +93,7 @@ def test_how_a_request_ends_is_reported_as_it_is(state: str) -> None:
         made.assert_clean()
 
 
-def test_the_pool_is_lent_as_it_is() -> None:
+def test_the_adapter_uses_the_engines_own_pool() -> None:
     pool = BlockPool(6)
     device = PoolDevice(pool)
     blocks = list(map(DeviceBlockId, pool.allocate(3)))
@@ -111,7 +108,7 @@ def test_the_pool_is_lent_as_it_is() -> None:
     assert device.free_blocks() == 5
 
 
-def test_a_preempted_requests_newest_block_is_looked_up_though_no_step_reported_it() -> None:
+def test_a_preempted_requests_last_block_is_looked_up_before_any_step_reports_it() -> None:
     with rig(num_blocks=60) as made:
         made.submit(text(1, 10), 16)
         made.drain()
@@ -131,7 +128,7 @@ def test_a_preempted_requests_newest_block_is_looked_up_though_no_step_reported_
 # -- what an engine tells its observers ---------------------------------------------------------------------------
 
 
-def test_each_request_is_counted_by_what_was_found_with_the_engines_own_time_to_first_token() -> None:
+def test_first_tokens_are_counted_by_lookup_result_with_the_engines_own_times() -> None:
     prompt = text(1, 40)
     with rig() as made:
         for forget in (True, False, False):
@@ -150,7 +147,7 @@ def test_each_request_is_counted_by_what_was_found_with_the_engines_own_time_to_
             assert known_s <= counted[(found,)].total <= known_s + 2 * STEP_S
 
 
-def test_a_callers_trace_goes_on_through_lookup_and_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_callers_trace_includes_the_lookup_and_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, parent = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
     exporter = InMemorySpanExporter()
     monkeypatch.setattr(spans, "make_exporter", lambda endpoint: exporter)

@@ -1,5 +1,3 @@
-"""The disk tier with a real engine and real files: the tokens are the same, and blocks are found after a restart."""
-
 from __future__ import annotations
 
 import shutil
@@ -29,7 +27,7 @@ StartEngine = Callable[..., Rig]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[StartEngine]:
-    """Return a function that ends the previous engine and starts another one on the folder."""
+    """Yield a function that ends the previous engine and starts another one on the test's folder."""
     with ExitStack() as running:
 
         def begin(kind: str = "full", folder: str = "disk", **options: Unpack[Options]) -> Rig:
@@ -44,7 +42,7 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
             made = running.enter_context(rig(kind, **options))
             made.events = []  # type: ignore[attr-defined]
             made.offload.bus.count(TierCopyEnded, made.events.append)  # type: ignore[attr-defined]
-            made.drain()  # This reads the index and passes it to the core.
+            made.drain()  # this reads the index and passes it to the core
             return made
 
         yield begin
@@ -60,7 +58,7 @@ def copied(made: Rig, direction: Direction, outcome: TierOutcome = TierOutcome.D
 
 
 def leave_on_disk(made: Rig) -> None:
-    """Serve the prompt twice, let its blocks spill, and remove them from device and host."""
+    """Serve the prompt twice so that its blocks spill, then remove the blocks from the device and the host."""
     made.run(PROMPT)
     made.run(PROMPT)
     settle(made)
@@ -93,14 +91,14 @@ def test_r18_the_next_engine_finds_all_put_blocks(start: StartEngine, kind: str,
 
 
 def key_file(path: Path) -> dict[str, object]:
-    """Write a key file whose bytes are the file's name; return the setting for it."""
+    """Write a key file that contains its own name; return the setting for this file."""
     path.touch(mode=0o600)
     path.write_text(path.name * 32)
     return {"tier_key_file": str(path)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_r18_the_next_engine_finds_all_put_blocks_if_it_has_the_same_key(
+def test_r18_the_next_engine_finds_put_blocks_only_with_the_same_tier_key(
     start: StartEngine, tmp_path: Path, ranks: int
 ) -> None:
     key, other = key_file(tmp_path / "a"), key_file(tmp_path / "b")
@@ -129,24 +127,25 @@ def forge(folder: Path, key: TierKey | None) -> None:
 
 
 @pytest.mark.parametrize("has_key", [False, True])
-def test_r17_blocks_that_were_forged_with_their_checksums_are_not_served_if_there_is_a_key(
+def test_r17_with_a_tier_key_blocks_forged_with_their_checksums_are_not_served(
     start: StartEngine, tmp_path: Path, has_key: bool
 ) -> None:
     key, extra = TierKey(b"a" * 32) if has_key else None, key_file(tmp_path / "a") if has_key else {}
     leave_on_disk(start(extra={**extra}))
-    start(folder="another")  # ends the first engine
+    start(folder="another")  # starting another engine ends the first one
     [folder] = tmp_path.glob("disk/*/replica0")
     forge(folder, None if key is None else key.of(folder.parent.name))
     made = start(extra={**extra})
-    with nullcontext() if has_key else pytest.raises(AssertionError):  # The tokens differ.
+    # Without a key, the engine serves the forged blocks, so the tokens differ.
+    with nullcontext() if has_key else pytest.raises(AssertionError):
         made.run(PROMPT)
     assert (copied(made, Direction.LOAD) > 0) is not has_key
 
 
-def test_the_key_is_in_no_file_and_no_log_line(start: StartEngine, tmp_path: Path) -> None:
+def test_no_file_and_no_log_line_contains_the_tier_key(start: StartEngine, tmp_path: Path) -> None:
     with capture_logs() as lines:
         leave_on_disk(start(extra={**key_file(tmp_path / "a"), "journal_path": str(tmp_path / "journal")}))
-        start(folder="another")  # ends the first engine
+        start(folder="another")  # starting another engine ends the first one
     texts = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert texts.pop("a") == b"a" * 32
     assert {"journal", "identity.json", "index", "slots0"} <= set(texts)
@@ -157,13 +156,13 @@ def test_the_key_is_in_no_file_and_no_log_line(start: StartEngine, tmp_path: Pat
 
 
 @pytest.mark.parametrize("has_key", [False, True])
-def test_r18_files_of_other_weights_under_this_ones_name_are_not_served_if_there_is_a_key(
+def test_r18_with_a_tier_key_renamed_files_of_other_weights_are_not_served(
     start: StartEngine, tmp_path: Path, has_key: bool
 ) -> None:
     key = key_file(tmp_path / "a") if has_key else {}
     leave_on_disk(start(extra={**key, "weights_id": "one"}))
     start(extra={**key, "weights_id": "two"})
-    start(folder="another")  # ends the second engine
+    start(folder="another")  # starting another engine ends the second one
     one, two = sorted(tmp_path.glob("disk/*/replica0"), key=lambda path: path.parent.stat().st_ctime_ns)
     shutil.rmtree(two)
     one.rename(two)
@@ -172,10 +171,9 @@ def test_r18_files_of_other_weights_under_this_ones_name_are_not_served_if_there
     assert (copied(made, Direction.LOAD) > 0) is not has_key
 
 
-def test_r18_blocks_put_before_a_reset_are_for_no_process_and_later_ones_only_for_this(
+def test_r18_blocks_put_before_a_reset_are_never_found_and_later_ones_only_by_this_process(
     start: StartEngine,
 ) -> None:
-    """A reset may follow an update of the weights in memory, but the next process loads the weights on disk."""
     made = start()
     leave_on_disk(made)
     assert made.offload.reset()
@@ -190,7 +188,7 @@ def test_r18_blocks_put_before_a_reset_are_for_no_process_and_later_ones_only_fo
     made.assert_clean()
 
 
-def test_r18_a_reset_before_the_index_was_read_reaches_it(start: StartEngine, tmp_path: Path) -> None:
+def test_r18_a_reset_before_the_index_was_read_removes_its_blocks(start: StartEngine, tmp_path: Path) -> None:
     made = start()
     leave_on_disk(made)
     start(folder="another")
@@ -207,9 +205,7 @@ def test_r18_a_reset_before_the_index_was_read_reaches_it(start: StartEngine, tm
     assert copied(made, Direction.LOAD) == 0
 
 
-def test_flipped_bits_on_the_disk_cost_a_computation_and_no_wrong_token(
-    start: StartEngine, tmp_path: Path
-) -> None:
+def test_blocks_with_flipped_bits_on_the_disk_are_computed_again(start: StartEngine, tmp_path: Path) -> None:
     made = start()
     leave_on_disk(made)
     start(folder="another")
@@ -225,7 +221,7 @@ def test_flipped_bits_on_the_disk_cost_a_computation_and_no_wrong_token(
     made.assert_clean()
 
 
-def test_files_swapped_between_ranks_are_made_again(start: StartEngine, tmp_path: Path) -> None:
+def test_files_swapped_between_ranks_are_replaced(start: StartEngine, tmp_path: Path) -> None:
     made = start(ranks=2)
     leave_on_disk(made)
     start(folder="another")
@@ -240,7 +236,7 @@ def test_files_swapped_between_ranks_are_made_again(start: StartEngine, tmp_path
 
 
 @pytest.mark.parametrize("has_key", [False, True])
-def test_with_less_room_the_blocks_of_the_slots_that_are_left_are_found(
+def test_on_a_smaller_disk_the_blocks_of_the_remaining_slots_are_found(
     start: StartEngine, tmp_path: Path, has_key: bool
 ) -> None:
     key = key_file(tmp_path / "a") if has_key else {}

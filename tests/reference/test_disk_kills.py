@@ -88,7 +88,7 @@ class Served:
 
 
 def serve(folder: Path, seed: int, to_test: Connection, records: Connection, counting: bool) -> None:
-    """Serve until killed or stopped. Send the index, each record, and after each answer the fetched blocks."""
+    """Serve until killed or stopped. Send the index, each record, and each answer's fetched blocks."""
     stops = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stops.set())
     say_records(records)
@@ -120,7 +120,7 @@ class Lives:
     """Processes that use one folder, one after the other.
 
     Attributes:
-        held: for each slot, the key of its last put, unless the slot was invalidated since.
+        held: for each slot, the key of its last put, unless the slot has been invalidated since then.
         fetched: the number of blocks that came from the disk.
     """
 
@@ -148,7 +148,7 @@ class Lives:
         assert not lost, f"{len(lost)} blocks were put, not invalidated, and are not found"
         self.restored += len(found)
         answers = [from_engine.recv() for _ in range(random.choice([0, 1, random.randrange(_MOST_ANSWERS)]))]
-        while not (found or noted):  # The first process must leave a block to the next.
+        while not (found or noted):  # the first process must leave at least one block on the disk
             answers.append(from_engine.recv())
         self._end(process, random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
         _collect(from_engine, answers)
@@ -177,7 +177,7 @@ def _collect(source: Connection, into: list[Any]) -> None:
 
 @pytest.mark.timeout(60 + 20 * max(KILLS, ENGINE_KILLS))
 @pytest.mark.parametrize(("counting", "kills"), [(True, KILLS), (False, ENGINE_KILLS)])
-def test_after_an_end_at_any_moment_the_next_engine_finds_all_put_blocks_and_answers_right(
+def test_after_a_kill_or_stop_the_next_engine_finds_all_put_blocks_and_answers_correctly(
     tmp_path: Path, counting: bool, kills: int
 ) -> None:
     context = forking()

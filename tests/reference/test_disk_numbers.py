@@ -11,11 +11,11 @@ from kvoffload.telemetry.exporter import KVOffloadCollector
 from tests.conservation import conservation
 from tests.reference.rig import BLOCK, KINDS, Rig, open_loads, rig, slot_bytes, text
 from tests.reference.test_disk import MORE, PROMPT, StartEngine, copied, leave_on_disk
-from tests.reference.test_disk import start as start  # This is a fixture.
+from tests.reference.test_disk import start as start  # imports a fixture
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_spills_and_fetches_are_counted_under_the_disk(start: StartEngine, ranks: int) -> None:
+def test_spills_and_fetches_are_counted_for_the_disk_tier(start: StartEngine, ranks: int) -> None:
     made = start(ranks=ranks)
     leave_on_disk(made)
     made.run(PROMPT)
@@ -35,8 +35,7 @@ def test_spills_and_fetches_are_counted_under_the_disk(start: StartEngine, ranks
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompt_tokens_by_source_sum_to_the_prompts(start: StartEngine, kind: str) -> None:
-    """Of requests that hit on every tier, miss, are preempted, or lose their load; those that end without a token do not count."""
+def test_prompt_tokens_by_source_add_up_to_the_prompts(start: StartEngine, kind: str) -> None:
     made = start(kind)
 
     def sources() -> dict[str, int]:
@@ -84,7 +83,7 @@ def test_prompt_tokens_by_source_sum_to_the_prompts(start: StartEngine, kind: st
     made.assert_outputs()
 
 
-def test_what_only_a_lower_tier_has_is_not_served_without_one(start: StartEngine) -> None:
+def test_series_of_a_lower_tier_are_served_only_with_this_tier(start: StartEngine) -> None:
 
     def series(made: Rig) -> set[str]:
         registry = CollectorRegistry()
@@ -97,7 +96,7 @@ def test_what_only_a_lower_tier_has_is_not_served_without_one(start: StartEngine
     assert not [
         line for line in served if re.search('="(disk|remote|on_disk|in_remote|fetch|tier_opening)"', line)
     ]
-    assert len(served) <= 450  # with both tiers there are 750
+    assert len(served) <= 450  # a disk tier and a remote tier together have 750 series
     with_disk = start()
     assert tier_state(with_disk.offload, Tier.DISK) is TierState.OPEN
     more = {line.partition(" ")[0] for line in series(with_disk)}

@@ -1,5 +1,3 @@
-"""Faults inside kvoffload: the engine continues with the same output, and the fault is logged."""
-
 from __future__ import annotations
 
 import gc
@@ -24,7 +22,6 @@ PATIENCE_S = 30
 def test_the_engine_continues_without_the_portals_thread(
     kind: str,
 ) -> None:
-    """The engine's own thread starts loads, so loads still work. Stores fail, and no request waits for a store."""
     with rig(kind) as made:
         made.run(text(1, 25), 6)
         made.forget_device()
@@ -64,7 +61,7 @@ BAD: list[tuple[Options, str]] = [
 
 
 @pytest.mark.parametrize(("options", "problem"), BAD)
-def test_bad_settings_end_the_start_with_one_error_and_nothing_half_started(
+def test_bad_settings_stop_the_start_with_one_error_and_leave_nothing_running(
     options: Options, problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = set(threading.enumerate())
@@ -72,13 +69,13 @@ def test_bad_settings_end_the_start_with_one_error_and_nothing_half_started(
     with pytest.raises(ConfigError, match=problem):
         Engine(config_of("full", **options), plugin, clock=lambda: 0.0)
     assert_no_threads_but(before)
-    gc.collect()  # This would report a task that was left behind.
+    gc.collect()  # this would report a task that was left pending
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def assert_no_threads_but(before: set[threading.Thread]) -> None:
     for thread in set(threading.enumerate()) - before:
-        thread.join(PATIENCE_S)  # The thread was asked to end, which takes some time.
+        thread.join(PATIENCE_S)  # the thread ends some time after it was asked to
         assert not thread.is_alive(), thread
 
 

@@ -1,5 +1,3 @@
-"""`verify`: a corrupt block in host memory is computed again and never served, on any rank."""
-
 from __future__ import annotations
 
 import pytest
@@ -24,7 +22,7 @@ def flip(made: Rig, slot: int, rank: int = 0, *, bit: int = 3, page: int = 0) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_flipped_bit_is_found_counted_and_computed_again(
+def test_a_block_with_one_flipped_bit_is_counted_and_computed_again(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with rig(kind, extra={"verify": "full"}) as made:

@@ -1,5 +1,3 @@
-"""The output with offloading equals the output without offloading, whatever happens to requests."""
-
 from __future__ import annotations
 
 import asyncio
@@ -41,12 +39,12 @@ TIGHT = {
     "sliding_window": 22,
     "chunked_local": 20,
     "recurrent": 12,
-}  # With so few blocks, two long requests preempt each other.
+}  # with so few blocks, two long requests preempt each other
 TURNS = 3
 
 
 class Talk:
-    """Conversations with aborts, preemptions, resets and slow copies."""
+    """Runs conversations with aborts, preemptions, resets and slow copies."""
 
     def __init__(self, rig: Rig, seed: int) -> None:
         self.rig = rig
@@ -66,7 +64,7 @@ class Talk:
         self.rig.drain()
 
     def say(self) -> None:
-        """Continue a conversation, whose previous prompt may still be open."""
+        """Send the next prompt of a conversation. The previous prompt may still be open."""
         conversation, length = self.random.randrange(4), self.random.randrange(3, 26)
         self.open.append(self.rig.submit(text(conversation, length), self.random.randrange(1, 6)))
         self.turns += 1
@@ -110,8 +108,7 @@ def test_output_is_the_same_with_aborts_preemptions_and_resets(
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_r6_the_longest_request_passes_through_the_least_pool(kind: str, policy: str) -> None:
-    """Open stores lease a part of the pool. The request waits only for these leases."""
+def test_r6_the_longest_request_is_served_by_the_smallest_pool(kind: str, policy: str) -> None:
     tokens = 100
     with rig(kind, num_blocks=200) as big:
         need = big.engine._capacity.request_blocks(tokens + 3)
@@ -133,8 +130,7 @@ def test_r6_the_longest_request_passes_through_the_least_pool(kind: str, policy:
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_agree_with_the_engines_own(kind: str, policy: str) -> None:
-    """Nothing is aborted or preempted, so both sides count each token of each prompt."""
+def test_the_metrics_agree_with_the_engines_own_statistics(kind: str, policy: str) -> None:
     with rig(kind, store_policy=policy, num_blocks=TIGHT[kind] * 2, step_tokens=8, ranks=2) as made:
         for turn in (8, 16, 24):
             for conversation in range(4):
@@ -158,7 +154,7 @@ def test_numbers_agree_with_the_engines_own(kind: str, policy: str) -> None:
 
 
 async def _answer(engine: Engine, prompt: Sequence[int]) -> list[Token]:
-    """Return the answer after the plugin's remaining work has ended."""
+    """Send a prompt; return the answer after the plugin's remaining work has ended."""
     tokens = [token async for token in engine.submit(prompt, SamplingParams(4))]
     while engine.has_work:  # noqa: ASYNC110  # the engine's own task sets no event for this
         await asyncio.sleep(0)
@@ -180,11 +176,11 @@ async def test_the_plugin_is_found_or_made(
     config = config_of(kind, num_blocks=TIGHT[kind] + 1, step_tokens=8)
     async with Engine(config, plugin) as engine:
         offload = engine._plugin._offload  # type: ignore[attr-defined]  # it is ours
-        while offload.core.state.pool.capacity == 0:  # A background thread prepares host memory.
+        while offload.core.state.pool.capacity == 0:  # a background thread prepares the host memory
             await _answer(engine, text(9, 3))
         answers = [await _answer(engine, prompt) for prompt in prompts]
-        # On a busy machine copies are slower than steps. Then the few blocks have no room for the state that
-        # a hit needs, so the prompts are served again.
+        # On a busy machine, copies are slower than steps. The state that a hit needs may then get no block,
+        # so the prompts are served again.
         while not (hits := _hits(offload)) and len(answers) < 10 * len(prompts):
             answers += [await _answer(engine, prompt) for prompt in prompts]
         assert hits
@@ -212,8 +208,9 @@ class _Flips(GatedCopier):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_corrupted_block_is_seen(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: a wrong byte in a load changes the tokens."""
+def test_a_corrupt_load_changes_the_output_without_checksums(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.reference.rig.GatedCopier", _Flips)
     with rig(kind) as made:
         made.run(text(1, 30), 6)

@@ -1,5 +1,3 @@
-"""Recurrent layers with offloading: states are stored and loaded, and shared prefixes are found by their states."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ def sharers(count: int) -> list[tuple[int, ...]]:
 
 
 def found_one_by_one(made: Rig, prompts: Sequence[tuple[int, ...]]) -> list[int]:
-    """Serve the prompts one by one with an empty device cache; return how many tokens each finds on the host."""
+    """Serve the prompts, each with an empty device cache; return how many tokens each finds on the host."""
     found = []
     for prompt in prompts:
         made.forget_device()
@@ -29,7 +27,6 @@ def found_one_by_one(made: Rig, prompts: Sequence[tuple[int, ...]]) -> list[int]
 
 @pytest.mark.parametrize(("are_on", "found"), [(True, PREFIX), (False, 0)])
 def test_a_shared_prefix_is_found_from_the_third_request_on(are_on: bool, found: int) -> None:
-    """The first request stores the attention blocks, but only the engine can compute the state at the prefix's end."""
     with rig("recurrent", step_tokens=64, extra={"recurrent_prefix_boundaries": are_on}) as made:
         assert found_one_by_one(made, sharers(6)) == [0, 0, *[found] * 4]
         assert made.counts().total("kvoffload_prefix_boundaries_asked_total") == int(are_on)
@@ -46,13 +43,13 @@ def steps_with_tokens(made: Rig, prompt: tuple[int, ...]) -> int:
     return launch.call_count
 
 
-def test_a_boundary_costs_one_step_once_and_nothing_where_no_prefix_is_shared() -> None:
+def test_a_boundary_costs_one_step_and_only_for_shared_prefixes() -> None:
     costs = {}
     prompts = [*sharers(2), *[text(seed, 8 * BLOCK + 1) for seed in range(20, 26)]]
     for are_on in (False, True):
         with rig("recurrent", step_tokens=64, extra={"recurrent_prefix_boundaries": are_on}) as made:
             costs[are_on] = [steps_with_tokens(made, prompt) for prompt in prompts]
-    assert costs[False] == [2] * 8  # One step ends at the last whole block, and one computes the rest.
+    assert costs[False] == [2] * 8  # one step ends at the last whole block, and one step computes the rest
     assert costs[True] == [2, 3, *[2] * 6]
 
 

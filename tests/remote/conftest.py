@@ -1,4 +1,4 @@
-"""Real stores, one of each kind, shared by all tests that do not break it."""
+"""Starts one real remote tier of each kind, which all tests share, except tests that break one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 
 @pytest.fixture(params=["mooncake", "bucket"])
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the URL of a remote tier of each kind, whose credentials are in the environment."""
+    """Run the test with each kind of remote tier; return its URL. The credentials are in the environment."""
     server: Mooncake | Bucket = request.getfixturevalue(request.param)
     if isinstance(server, Bucket):
         server.reach(monkeypatch)

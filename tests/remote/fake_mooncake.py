@@ -1,8 +1,8 @@
-"""A fake of Mooncake's client. A test puts it as `mooncake/store.py` on the import path of the client's
-process.
+"""A fake of Mooncake's client. Tests install this file as `mooncake/store.py` on the import path of the
+client's process.
 
-The values and the list of calls are files on that import path. The fake records each call and its process,
-and then behaves as the test has chosen for this call.
+The fake keeps its values and the list of calls in files on that import path. It records each call and its
+process, and then behaves as the test has chosen for this call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NOT_FOUND = -704
 
 
 def _arrive(call: str) -> int:
-    """Record the call; return its code, unless the call must hang or crash."""
+    """Record the call; then hang, crash, or return the status code that the test has chosen."""
     with (_FOLDER / "calls").open("a") as log:
         log.write(f"{os.getpid()} {call}\n")
     order = _FOLDER / "orders" / call
@@ -77,7 +77,7 @@ class MooncakeDistributedStore:
     def batch_get_into(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """Cause the fault when half of each value has arrived."""
+        """Apply the test's fault when half of each value has arrived."""
         values = [_file(name).read_bytes() if _file(name).exists() else None for name in names]
         for value, address, size in zip(values, addresses, sizes, strict=True):
             ctypes.memset(address, 0xA5, size)
@@ -90,7 +90,7 @@ class MooncakeDistributedStore:
     def batch_put_from(
         self, names: Sequence[str], addresses: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """Cause the fault when half of the values are stored, the last of them truncated."""
+        """Apply the test's fault when half of the values are stored, the last of them truncated."""
         values = [ctypes.string_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
         some = len(values) // 2
         for name, value in zip(names[:some], values, strict=False):

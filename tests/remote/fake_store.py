@@ -1,5 +1,3 @@
-"""A remote tier in memory that fails or answers as the test says."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from tests.gates import ThreadGate
 
 
 class FakeStore:
-    """Keeps values in memory.
+    """A remote tier in memory that answers or fails as the test decides.
 
     Attributes:
         values: the values by name.

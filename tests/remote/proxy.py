@@ -71,7 +71,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(answer.status, answer.getheaders(), answer.read())
         upstream.close()
 
-    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _serve  # the library calls these names
+    do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _serve  # `http.server` calls these names
 
     def _answer(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
         self.send_response_only(status)

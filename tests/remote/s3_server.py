@@ -48,7 +48,7 @@ class S3Server(ThreadingHTTPServer):
         self._thread.start()
 
     def reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make this process's environment point to this server."""
+        """Set the environment variables by which clients in this process find this server."""
         monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{self.server_port}")
         monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
         monkeypatch.setenv("AWS_REGION", "us-east-1")

@@ -1,4 +1,4 @@
-"""Real stores for tests. A test is skipped if a program that its store needs is missing."""
+"""Starts real servers of remote tiers. A test is skipped if a program that its server needs is missing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvoffload.remote.local import LocalBucket, LocalMooncake, Server, free_port
 
 
 class Mooncake(LocalMooncake):
-    """A master with these options, and one store node."""
+    """Mooncake with one store node, and a master with these options."""
 
     def __init__(self, folder: Path, *options: object, node_bytes: int = 2**28) -> None:
         if find_library("ibverbs") is None:
-            pytest.skip("needs ibverbs: make tools")  # the text of the mark `tools`
+            pytest.skip("needs ibverbs: make tools")  # the same text as for the mark `tools`
         super().__init__(folder, node_bytes, options)
 
 
@@ -31,7 +31,7 @@ class Bucket(LocalBucket):
         return tuple(self.environment[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
 
     def reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Make this process's environment point to this server."""
+        """Set the environment variables by which clients in this process find this server."""
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
 
@@ -57,7 +57,7 @@ class SecureBucket(Bucket):
 
 
 def suspend(server: Server) -> None:
-    """Stop a process, as on a machine that hangs."""
+    """Suspend the server's process, as if its machine hung."""
     server.process.send_signal(signal.SIGSTOP)
     os.waitpid(server.process.pid, os.WUNTRACED)
 

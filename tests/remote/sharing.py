@@ -1,5 +1,3 @@
-"""Engines that share a real remote tier."""
-
 from __future__ import annotations
 
 import time
@@ -51,9 +49,7 @@ class Served:
             self.engine.step()
 
     def opened(self) -> Served:
-        """Step until each rank has connected to the remote tier and allocated host memory. Earlier fetches are
-        impossible.
-        """
+        """Step until each rank has a connection and host memory, without which fetches are impossible."""
         state = self.offload.core.state.remote
         assert state is not None
         self.step_until(

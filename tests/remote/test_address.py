@@ -1,5 +1,3 @@
-"""Addresses that are refused, and addresses that cause warnings."""
-
 from __future__ import annotations
 
 import pytest
@@ -39,7 +37,7 @@ def test_a_prefix_with_an_empty_or_a_relative_segment_is_refused(path: str) -> N
 
 
 @pytest.mark.parametrize("url", ["s3://b/x?y", "s3://b/x#y"])
-def test_what_follows_the_path_is_refused(url: str) -> None:
+def test_a_query_or_fragment_after_the_path_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="unknown form"):
         parse_address(url)
 
@@ -54,7 +52,7 @@ def test_what_follows_the_path_is_refused(url: str) -> None:
         ("AWS_ENDPOINT", "https://host:9000", False),
     ],
 )
-def test_http_without_tls_is_a_caution(
+def test_http_without_tls_causes_a_warning(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, is_plain: bool
 ) -> None:
     assert parse_address("s3://b").caution == ""

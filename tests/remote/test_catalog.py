@@ -1,5 +1,3 @@
-"""The generation that engines share, as seen by each scheduler, with a remote tier in memory and a test clock."""
-
 from __future__ import annotations
 
 import time
@@ -34,7 +32,7 @@ class InlinePortal(Portal):
 
 
 class Engine(RemoteCatalog):
-    """Records the facts that it sends to its core."""
+    """A catalog that records the facts that it sends to the core."""
 
     def __init__(self, *args: Any) -> None:  # noqa: ANN401
         super().__init__(*args)
@@ -50,7 +48,7 @@ class World:
         self.engines: list[Engine] = []
 
     def start(self, identity: Future[str] | None = None) -> Engine:
-        """Start an engine. As long as `identity` is pending, the engine's KV is not identified."""
+        """Start an engine. Its KV identity is unknown until `identity` has a result."""
         place = RemotePlace(BucketAddress("blocks"), lambda: "print")
         engine = Engine(place, 1, InlinePortal("inline"), self.clock.monotonic, 2.0, self.key)
         if identity is not None:
@@ -62,7 +60,8 @@ class World:
     def step(self, seconds: float = 0.0) -> None:
         self.clock.jump(seconds)
         for engine in self.engines:
-            for _ in range(3):  # a probe, the calls that wait for the probe, and the end of these calls
+            # The first round runs a probe, the second the calls that wait for it, the third their ends.
+            for _ in range(3):
                 engine.reported += engine.take_facts()
 
 
@@ -79,13 +78,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return made
 
 
-def test_engines_of_one_fingerprint_share_what_the_first_has_made(world: World) -> None:
+def test_engines_with_one_fingerprint_share_the_first_ones_generation(world: World) -> None:
     first, second = world.start(), world.start()
     assert generation(first) == generation(second) == f"print/{world.store.values[NAME].decode()}"
 
 
 @pytest.mark.parametrize("error", [DiskError("no weights"), RecursionError("too deep")])
-def test_an_engine_without_an_identity_goes_on_without_the_store(world: World, error: Exception) -> None:
+def test_an_engine_without_an_identity_does_not_use_the_store(world: World, error: Exception) -> None:
     unknown: Future[str] = Future()
     engine = world.start(unknown)
     assert engine.opening == "identity of the weights"
@@ -98,7 +97,7 @@ def test_an_engine_without_an_identity_goes_on_without_the_store(world: World, e
     assert engine.opening is None
 
 
-def test_r18_an_engine_that_was_reset_leaves_the_others_and_those_that_begin_later_share_apart(
+def test_r18_after_a_reset_earlier_and_later_engines_use_separate_generations(
     world: World,
 ) -> None:
     first, second = world.start(), world.start()
@@ -113,7 +112,7 @@ def test_r18_an_engine_that_was_reset_leaves_the_others_and_those_that_begin_lat
     assert generation(later) == generation(late)
 
 
-def test_r18_an_engine_that_has_seen_a_reset_shares_nothing_with_later_engines(world: World) -> None:
+def test_r18_an_engine_that_was_reset_shares_nothing_with_later_engines(world: World) -> None:
     first, second = world.start(), world.start()
     shared = generation(second)
     first.reset()
@@ -125,7 +124,7 @@ def test_r18_an_engine_that_has_seen_a_reset_shares_nothing_with_later_engines(w
     assert generation(second) == shared
 
 
-def test_a_generation_that_the_store_has_lost_is_made_again_and_all_meet_there(world: World) -> None:
+def test_all_engines_share_the_generation_that_replaces_a_lost_one(world: World) -> None:
     first, second = world.start(), world.start()
     was = generation(first)
     del world.store.values[NAME]
@@ -136,12 +135,12 @@ def test_a_generation_that_the_store_has_lost_is_made_again_and_all_meet_there(w
 @pytest.mark.parametrize(
     "data", [b"", b"another writer's", b"0" * 31, b"0" * 33, b"0" * 32 + b" after a reset."]
 )
-def test_what_is_no_generation_is_not_used(world: World, data: bytes) -> None:
+def test_an_invalid_generation_is_not_used(world: World, data: bytes) -> None:
     world.store.values[NAME] = data
     assert generation(world.start()) == ""
 
 
-def test_r18_a_reset_before_the_identity_is_known_is_one_too(world: World) -> None:
+def test_r18_a_reset_before_the_identity_is_known_counts(world: World) -> None:
     known = Future[str]()
     first, second = world.start(), world.start(known)
     assert second.reset()
@@ -151,7 +150,7 @@ def test_r18_a_reset_before_the_identity_is_known_is_one_too(world: World) -> No
     assert generation(world.start()) not in (generation(first), generation(second))
 
 
-def test_a_reset_that_the_store_does_not_take_is_made_up_for_when_it_is_back(world: World) -> None:
+def test_a_reset_that_the_store_refused_is_repeated_when_the_store_works(world: World) -> None:
     first = world.start()
     was, world.store.fails = generation(first), True
     with capture_logs() as lines:
@@ -167,7 +166,7 @@ def test_a_reset_that_the_store_does_not_take_is_made_up_for_when_it_is_back(wor
     assert first.reset()
 
 
-def test_a_store_that_is_lost_during_a_reset_is_not_reported_open(world: World) -> None:
+def test_a_store_that_fails_during_a_reset_is_not_reported_open(world: World) -> None:
     first = world.start()
     world.store.fails = True
     for _ in range(3):
@@ -192,12 +191,12 @@ def read(engine: Engine) -> str:
     return generation(engine).removeprefix("print/")
 
 
-def test_r18_engines_with_a_key_share_lose_and_reset_as_those_without(keyed: World) -> None:
+def test_r18_generations_with_a_tier_key_behave_as_without_one(keyed: World) -> None:
     first, second = keyed.start(), keyed.start()
     was = read(first)
     assert read(second) == was
     assert was.encode() in keyed.store.values[NAME]
-    # at most this many bytes of a small object are read from a bucket
+    # at most 256 bytes of such an object are read from a bucket
     assert len(keyed.store.values[NAME]) <= 256
     del keyed.store.values[NAME]
     keyed.step(LOOK_PERIOD_S)
@@ -212,7 +211,7 @@ def test_r18_engines_with_a_key_share_lose_and_reset_as_those_without(keyed: Wor
 @pytest.mark.parametrize(
     "harm", ["no key", "another key", "another name's", "other time", "not after a reset"]
 )
-def test_r18_with_a_key_a_forged_generation_is_not_used(keyed: World, harm: str) -> None:
+def test_r18_with_a_tier_key_a_forged_generation_is_not_used(keyed: World, harm: str) -> None:
     first = keyed.start()
     was = read(first)
     assert was
@@ -232,7 +231,7 @@ def test_r18_with_a_key_a_forged_generation_is_not_used(keyed: World, harm: str)
 
 
 @pytest.mark.parametrize("key", [None, TierKey(bytes(32))], ids=["no key", "key"])
-def test_r18_an_older_generation_that_is_put_back_is_refused_by_engines_that_run_if_there_is_a_key(
+def test_r18_with_a_tier_key_running_engines_refuse_a_restored_older_generation(
     world: World, key: TierKey | None
 ) -> None:
     world.key = key
@@ -250,12 +249,13 @@ def test_r18_an_older_generation_that_is_put_back_is_refused_by_engines_that_run
     assert read(world.start()) == name  # a new engine cannot detect that the old generation is back
 
 
-def test_a_generation_is_newer_than_those_that_its_engine_has_seen_whatever_the_clock(
+def test_a_new_generation_is_newer_than_all_earlier_ones_with_any_clock(
     keyed: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = keyed.start(), keyed.start()
     was = read(first)
     del keyed.store.values[NAME]
-    monkeypatch.setattr(time, "time_ns", lambda: 10**15)  # weeks after 1970
+    # Twelve days after 1970, as on a machine whose clock was never set.
+    monkeypatch.setattr(time, "time_ns", lambda: 10**15)
     keyed.step(LOOK_PERIOD_S)
     assert read(first) == read(second) != was

@@ -1,5 +1,3 @@
-"""Engines and processes end while calls to a real remote tier run or hang."""
-
 from __future__ import annotations
 
 import subprocess
@@ -62,10 +60,9 @@ def server(tmp_path: Path) -> Iterator[Mooncake]:
 
 
 @pytest.mark.timeout(120)
-def test_r17_an_engine_that_starts_under_a_master_that_is_stopped_serves_and_shares_later(
+def test_r17_an_engine_started_with_a_suspended_master_serves_and_shares_once_the_master_works(
     server: Mooncake,
 ) -> None:
-    """Mooncake's client alone would need ten minutes to connect."""
     suspend(server.master)
     with pytest.raises(RemoteError, match="no Mooncake master answers at"):
         own_address(MooncakeAddress("127.0.0.1", server.port), 0.2)
@@ -80,12 +77,9 @@ def test_r17_an_engine_that_starts_under_a_master_that_is_stopped_serves_and_sha
 
 @pytest.mark.parametrize("client", ["", SLOW_TO_LEAVE], ids=["", "slow"])
 @pytest.mark.parametrize("how", ["closed", "open"])
-def test_a_process_that_ends_in_the_middle_of_calls_is_not_aborted(
+def test_a_process_that_ends_during_calls_exits_normally(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch, how: str, client: str
 ) -> None:
-    """The process would abort if a thread of the S3 client, or our thread inside the client, returned to
-    Python too late.
-    """
     bucket.reach(monkeypatch)
     for _ in range(4):
         ended = subprocess.run(

@@ -1,4 +1,5 @@
-"""A real remote tier's failures cost only hits: no token is wrong, and no request or shutdown waits too long.
+"""Checks that a real remote tier's failures cost only hits: no token is wrong, and no request or shutdown
+waits too long.
 
 `Served.run` compares every answer with the answer of an engine without offloading, and fails if a step takes
 too long.
@@ -41,22 +42,21 @@ T = TypeVar("T")
 LOAD, STORE = Direction.LOAD, Direction.STORE
 SIZE = slot_bytes("full") + TRAILER_BYTES
 TIMEOUT_S = 1.5
-pytestmark = pytest.mark.timeout(240)  # much longer than a fault takes, because the machine may be busy
+# In seconds; far more than a test needs, because the machine may be busy.
+pytestmark = pytest.mark.timeout(240)
 PROMPTS = [text(seed, 10 * BLOCK) for seed in range(10, 14)]
 
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines notice quickly that a remote tier is gone, even without requests, and find new packs in a bucket
-    at once.
-    """
+    """Let engines notice a failing remote tier quickly even without requests, and list new packs at once."""
     monkeypatch.setattr(remote_catalog, "LOOK_PERIOD_S", 0.05)
     monkeypatch.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
 
 
 @pytest.fixture
 def proxy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """Return a proxy that connects all engines to the bucket."""
+    """Route the requests of all engines to the bucket through a proxy; return the proxy."""
     bucket.reach(monkeypatch)
     made = Proxy(bucket.port)
     monkeypatch.setenv("AWS_ENDPOINT", made.endpoint)
@@ -90,7 +90,7 @@ def meet(first: Served, second: Served) -> None:
     had, ends = (
         second.copied(LOAD),
         time.monotonic() + 3 * PATIENCE_S,
-    )  # the breakers' pauses get longer each time
+    )  # each pause of a circuit breaker is longer than the previous pause
     for seed in itertools.count(100):
         assert time.monotonic() < ends
         for engine in (first, second):
@@ -104,10 +104,7 @@ def meet(first: Served, second: Served) -> None:
 def check_gone_and_back(
     first: Served, second: Served, fail: Callable[[], object], restore: Callable[[], object]
 ) -> list[dict[str, Any]]:
-    """Let two engines share, make the remote tier fail during a request, and let them share again.
-
-    Return the log lines.
-    """
+    """Check that engines share blocks before and after a failure of the remote tier; return the log lines."""
     for prompt in PROMPTS[:2]:
         share(first, prompt)
     check_found(second, PROMPTS[0])
@@ -131,7 +128,7 @@ def check_gone_and_back(
     "what",
     ["refused", *(pytest.param(one, marks=pytest.mark.full) for one in ("silent", "cut", "unavailable"))],
 )
-def test_r17_s3_that_fails_is_not_called_and_used_again(
+def test_r17_a_failing_bucket_is_not_called_until_it_works_again(
     start: StartEngine, proxy: Proxy, bucket: Bucket, what: str
 ) -> None:
     first, second = (
@@ -150,7 +147,7 @@ def test_r17_s3_that_fails_is_not_called_and_used_again(
 
     lines = check_gone_and_back(first, second, fail, restore)
     reasons = " ".join(str(line.get("reason")) for line in lines)
-    # in a hanging call, the client's own time limit may end first
+    # a hanging call may also be ended by the client's own time limit
     expected = {"unavailable": "503", "silent": "has not returned|Timeout"}.get(what, "")
     assert re.search(expected, reasons)
     kind = {"refused": "unreachable", "cut": "unreachable", "silent": "timeout"}.get(what, "other")
@@ -158,7 +155,7 @@ def test_r17_s3_that_fails_is_not_called_and_used_again(
     assert not any(secret in str(lines) for secret in bucket.secrets)
 
 
-def test_r17_s3_that_is_slow_is_used_within_its_time(start: StartEngine, proxy: Proxy) -> None:
+def test_r17_a_slow_bucket_is_used_within_its_time_limit(start: StartEngine, proxy: Proxy) -> None:
     first, second = (start("s3://blocks/kvoffload", weights_id="slow").opened() for _ in range(2))
     proxy.seconds = 0.2
     share(first, PROMPT)
@@ -176,7 +173,7 @@ def test_r17_s3_that_is_slow_is_used_within_its_time(start: StartEngine, proxy: 
         ),
     ],
 )
-def test_r17_mooncake_that_fails_is_not_called_and_used_again(
+def test_r17_failing_mooncake_is_not_called_until_it_works_again(
     start: StartEngine, tmp_path: Path, what: str, how: str
 ) -> None:
     server = Mooncake(tmp_path, "--client_ttl", 1)
@@ -202,13 +199,14 @@ def test_r17_mooncake_that_fails_is_not_called_and_used_again(
         server.close()
 
 
-def test_r17_a_full_mooncake_store_takes_nothing_and_is_read(start: StartEngine, tmp_path: Path) -> None:
+def test_r17_a_full_mooncake_store_refuses_puts_and_serves_gets(start: StartEngine, tmp_path: Path) -> None:
     # With nodes of this size, Mooncake evicts nothing.
     server = Mooncake(tmp_path, "--default_kv_lease_ttl", 60_000, node_bytes=2**24)
     try:
         first, second = (start(server.url).opened() for _ in range(2))
         share(first, PROMPTS[0])
-        check_found(second, PROMPTS[0])  # The read gives the blocks a lease.
+        # The read gives the blocks a lease, so the remote tier cannot evict them.
+        check_found(second, PROMPTS[0])
         fill(server)
         check_refused(first, "-200")
         assert errors(first)["full"] >= 2
@@ -218,8 +216,7 @@ def test_r17_a_full_mooncake_store_takes_nothing_and_is_read(start: StartEngine,
 
 
 @pytest.mark.parametrize("status", [403, 507])
-def test_r17_a_bucket_that_takes_nothing_is_read(start: StartEngine, proxy: Proxy, status: int) -> None:
-    """The bucket is full, or its credentials allow only reads."""
+def test_r17_a_full_or_read_only_bucket_is_read(start: StartEngine, proxy: Proxy, status: int) -> None:
     first, second = (start("s3://blocks/kvoffload", weights_id=f"full {status}").opened() for _ in range(2))
     share(first, PROMPTS[0])
     proxy.refuse = lambda method: status if method == "PUT" else None
@@ -231,13 +228,13 @@ def test_r17_a_bucket_that_takes_nothing_is_read(start: StartEngine, proxy: Prox
 
 
 def errors(engine: Served) -> dict[str, float]:
-    """Return the number of errors by kind, summed over all sides."""
+    """Return the number of errors by kind, summed over the scheduler's side and all ranks."""
     series = engine.offload.gauges()["kvoffload_remote_errors_total"]
     return {kind: number for (kind,), number in series.items()}
 
 
 def check_refused(engine: Served, reason: str) -> None:
-    """Check that the remote tier refuses the blocks but stays open, and that one line logs this."""
+    """Check that the remote tier refuses blocks, that one line logs this, and that the tier stays open."""
     with capture_logs() as lines:
         for prompt in PROMPTS[1:3]:
             had = engine.copied(STORE, TierOutcome.FAILED)
@@ -251,7 +248,7 @@ def check_refused(engine: Served, reason: str) -> None:
 
 
 def fill(server: Mooncake) -> None:
-    """Fill the remote tier so that no block fits. Pinned objects are not evicted."""
+    """Fill Mooncake with pinned objects, which are never evicted, until no block fits."""
     from mooncake.store import ReplicateConfig
 
     store, pinned, size = other_writer(server), ReplicateConfig(), 2**20
@@ -270,7 +267,7 @@ def other_writer(server: Mooncake) -> MooncakeDistributedStore:
     return store
 
 
-def test_r17_a_lease_that_ends_during_a_read_costs_the_read(start: StartEngine, tmp_path: Path) -> None:
+def test_r17_a_read_fails_if_its_lease_ends(start: StartEngine, tmp_path: Path) -> None:
     server = Mooncake(tmp_path, "--default_kv_lease_ttl", 200)
     try:
         first, second = (start(server.url, weights_id="lease").opened() for _ in range(2))
@@ -324,7 +321,7 @@ def test_r17_values_of_another_writer_in_a_bucket_are_not_used(
     share(first, PROMPT)
     there = S3Store("blocks", prefix="kvoffload")
     if harm == "cut":
-        second.run(PROMPTS[1])  # The second engine reads the index before the pack is cut.
+        second.run(PROMPTS[1])  # The second engine reads the index before the pack is truncated.
     [pages] = obstore.list(there, f"kvo1/{first.namespace}/")
     for entry in pages:
         pack = bytes(obstore.get(there, entry["path"]).bytes())
@@ -345,7 +342,7 @@ def check_corrupt(engine: Served) -> None:
     assert state_of(engine) is TierState.OPEN
 
 
-def test_r17_a_certificate_that_is_not_trusted_costs_the_tier(
+def test_r17_with_an_untrusted_certificate_the_tier_is_not_used(
     start: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = SecureBucket(tmp_path)
@@ -363,7 +360,7 @@ def test_r17_a_certificate_that_is_not_trusted_costs_the_tier(
         server.close()
 
 
-def test_r17_refused_credentials_cost_the_tier_and_are_not_logged(
+def test_r17_with_refused_credentials_the_tier_is_not_used_and_no_secret_is_logged(
     start: StartEngine, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.reach(monkeypatch)

@@ -1,5 +1,3 @@
-"""Local stores end with the process that started them, and report missing programs."""
-
 from __future__ import annotations
 
 import signal
@@ -48,7 +46,7 @@ def _is_free(port: int) -> bool:
         return False
 
 
-def test_a_server_that_ends_at_once_is_an_error_with_its_last_words(tmp_path: Path) -> None:
+def test_the_error_for_a_server_that_ends_at_once_has_its_last_output(tmp_path: Path) -> None:
     with pytest.raises(RemoteError, match="does not start: no such option"):
         Server(
             sys.executable,

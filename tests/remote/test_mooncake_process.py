@@ -1,5 +1,3 @@
-"""Mooncake's client runs in a child process. A fault there costs only hits, and no process is left over."""
-
 from __future__ import annotations
 
 import os
@@ -53,7 +51,7 @@ class Master:
                 self._left = None if self._left is None else self._left - 1
 
     def close(self) -> None:
-        with suppress(OSError):  # no thread accepts connections
+        with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._listener.close()
@@ -76,7 +74,7 @@ class Fake:
         (self.folder / "orders" / call).unlink()
 
     def pids(self, call: str | None = None) -> list[int]:
-        """Return the processes that have made this call (by default any call), in order."""
+        """Return the ids of the processes that have made this call (by default any call), in order."""
         log = self.folder / "calls"
         lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
         return [int(pid) for pid, name in lines if call in (None, name)]
@@ -97,7 +95,7 @@ def fake(tmp_path: Path, master: Master, monkeypatch: pytest.MonkeyPatch) -> Fak
 
 
 def has_ended(pid: int) -> bool:
-    """Wait for a process to end; return whether it has ended in time."""
+    """Wait for a process to end; return False if the time limit passes first."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -129,7 +127,7 @@ def find(engine: Served, prompt: tuple[int, ...]) -> None:
     assert engine.copied(Direction.LOAD) > had
 
 
-def test_no_call_of_the_client_is_made_in_the_engines_process(start: StartEngine, fake: Fake) -> None:
+def test_the_engines_process_never_calls_the_mooncake_client(start: StartEngine, fake: Fake) -> None:
     first, second = (start(fake.url, ranks=2, weights_id="pids").opened() for _ in range(2))
     first.share()
     find(second, PROMPT)
@@ -154,7 +152,7 @@ def test_no_call_of_the_client_is_made_in_the_engines_process(start: StartEngine
         ),
     ],
 )
-def test_r17_a_client_that_ends_or_hangs_amid_a_copy_costs_its_hits(
+def test_r17_a_client_that_ends_or_hangs_during_a_copy_loses_only_hits(
     start: StartEngine, fake: Fake, call: str, how: str
 ) -> None:
     first, second = (
@@ -210,7 +208,8 @@ def test_r17_a_client_that_does_not_connect_is_only_probed_and_used_later(
         engine.step_until(lambda: len(fake.pids("setup")) > 2)
         engine.run()
     assert all(reason in each for each in of_event(lines, "remote_fails"))
-    assert len(of_event(lines, "remote_fails")) == 2  # once for the scheduler's side, once for the rank's
+    # One line from the scheduler's side, and one from the rank.
+    assert len(of_event(lines, "remote_fails")) == 2
     assert tier_state(engine.offload, Tier.REMOTE) is TierState.OPENING
     monkeypatch.setattr(mooncake, "CONNECT_S", PATIENCE_S)
     fake.lift("setup")
@@ -221,13 +220,11 @@ def test_r17_a_client_that_does_not_connect_is_only_probed_and_used_later(
     assert all(map(has_ended, made))
 
 
-def test_r17_a_client_that_cannot_be_loaded_is_named_once_on_each_side(
-    start: StartEngine, fake: Fake
-) -> None:
+def test_r17_a_client_that_cannot_be_loaded_is_logged_once_per_side(start: StartEngine, fake: Fake) -> None:
     fake.order("import", "raise")
     with capture_logs() as lines:
         engine = start(fake.url)
-        # both sides have tried, and one of them twice
+        # the scheduler's side and the rank have each started a process, and one of them has started a second
         engine.step_until(lambda: len(fake.pids("import")) > 2)
         engine.run()
     reasons = of_event(lines, "remote_fails")
@@ -240,10 +237,9 @@ def test_r17_a_client_that_cannot_be_loaded_is_named_once_on_each_side(
     ("answers", "reason"),
     [(None, "refuses the connection"), (2, "has not answered for 1 s"), (0, "no Mooncake master answers")],
 )
-def test_r17_a_master_that_closes_connections_or_goes_deaf_does_not_hold_up_the_engine(
+def test_r17_a_master_that_closes_or_ignores_connections_does_not_delay_the_engine(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch, answers: int | None, reason: str
 ) -> None:
-    """In this case, the real client keeps the GIL for seconds or minutes."""
     if find_library("ibverbs") is None:
         pytest.skip("needs ibverbs: make tools")
     pytest.importorskip("mooncake", reason="needs the Mooncake client")
@@ -280,10 +276,9 @@ sys.stdin.readline()
 
 @pytest.mark.parametrize("call", ["setup", "batch_is_exist"])
 @pytest.mark.parametrize("how", ["exit", "kill"])
-def test_the_engines_process_ends_while_a_call_hangs_and_takes_the_clients_along(
+def test_client_processes_end_with_the_engine_even_during_a_hanging_call(
     fake: Fake, call: str, how: str
 ) -> None:
-    """The client hangs and keeps the GIL, so no Python code in its process can react."""
     fake.order(call, "hang")
     what = "connecting" if call == "setup" else "in a call"
     command = [sys.executable, "-c", IN_A_CALL, fake.url, what]
@@ -299,7 +294,8 @@ def test_the_engines_process_ends_while_a_call_hangs_and_takes_the_clients_along
         [client] = fake.pids(call)
         if how == "exit":
             process.stdin.close()
-            assert process.wait(PATIENCE_S) == 0  # a call may take ten times as long
+            # This limit is in seconds; a call may take ten times as long.
+            assert process.wait(PATIENCE_S) == 0
         else:
             process.send_signal(signal.SIGKILL)
     assert has_ended(client)

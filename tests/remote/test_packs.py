@@ -1,7 +1,7 @@
-"""The requests and the memory that a connection needs: many packs, bad packs, and writers whose clocks
-differ.
+"""Checks how many requests and how much memory a connection needs with many packs, with bad packs, and with
+writers whose clocks differ.
 
-Most tests use pages of ten names instead of a thousand, so that a hundred packs correspond to ten thousand.
+Most tests use pages of ten names instead of a thousand, so that a hundred packs stand for ten thousand.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class World:
     """A bucket, and a clock that all writers share.
 
     Attributes:
-        ms: the time in milliseconds.
-        rows: the number of rounds of concurrent reads.
+        ms: the clock's time in milliseconds.
+        rows: the number of batches of concurrent reads.
     """
 
     def __init__(self, server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ class World:
         return name
 
     def write_all(self, count: int, *, every_ms: int) -> None:
-        """Write packs as other engines, one each `every_ms` until now. Number 0 is the newest."""
+        """Write packs as other engines would, one per `every_ms` until now. Number 0 is the newest."""
         for number in range(count):
             self.write(number, age_ms=number * every_ms)
 
@@ -104,7 +104,7 @@ def finds(store: BucketStore, *numbers: int) -> list[bool]:
 
 
 def looks_until(is_so: Callable[[], bool], most: int) -> int:
-    """Return how many looks it takes until `is_so` returns True."""
+    """Call `is_so`, which queries the bucket, until it returns True; return the number of calls."""
     for looks in range(1, most + 1):
         if is_so():
             return looks
@@ -118,7 +118,7 @@ def catalogue_of(store: BucketStore) -> Catalogue:
 # -- many packs -------------------------------------------------------------------------------------------------
 
 
-def test_the_newest_thousand_of_a_hundred_thousand_packs_take_ten_requests_in_a_row(world: World) -> None:
+def test_the_newest_thousand_of_many_packs_are_found_with_ten_sequential_requests(world: World) -> None:
     world.write_all(100_000, every_ms=500)
     store = world.connect()
     assert finds(store, 0, 500, 999, 1000) == [True, True, True, False]
@@ -130,7 +130,7 @@ def test_the_newest_thousand_of_a_hundred_thousand_packs_take_ten_requests_in_a_
         assert world.requests() == (2, 1000, 2 + 8)
 
 
-def test_a_walk_back_reads_each_pack_once_and_ends(small: World) -> None:
+def test_a_walk_through_older_packs_reads_each_pack_once_and_ends(small: World) -> None:
     small.write_all(105, every_ms=HOUR)
     store = small.connect()
     assert looks_until(lambda: finds(store, 104) == [True], most=20) == 11
@@ -141,8 +141,7 @@ def test_a_walk_back_reads_each_pack_once_and_ends(small: World) -> None:
 
 
 @pytest.mark.parametrize("per_minute", [6, 30, 60])
-def test_a_look_after_a_finished_walk_lists_two_pages(small: World, per_minute: int) -> None:
-    """With pages of a thousand names, these rates correspond to 10, 50 and 100 packs per second."""
+def test_a_query_after_a_finished_walk_lists_two_pages(small: World, per_minute: int) -> None:
     every_ms = MINUTE // per_minute
     small.write_all(30 * per_minute, every_ms=every_ms)
     store = small.connect()
@@ -169,8 +168,7 @@ def test_packs_written_while_the_engine_was_idle_are_found(small: World) -> None
     assert reads == 55
 
 
-def test_what_is_newest_is_found_before_a_walk_goes_on_to_what_is_old(small: World) -> None:
-    """The engine was idle for an hour before its first walk was finished."""
+def test_the_newest_packs_are_found_before_a_walk_continues_to_older_packs(small: World) -> None:
     small.write_all(1000, every_ms=HOUR)
     store = small.connect()
     finds(store)
@@ -184,7 +182,7 @@ def test_what_is_newest_is_found_before_a_walk_goes_on_to_what_is_old(small: Wor
     assert small.requests()[1] == 1030
 
 
-def test_own_packs_do_not_hide_what_others_wrote_before_them(small: World) -> None:
+def test_an_engines_own_packs_do_not_hide_earlier_packs_of_others(small: World) -> None:
     small.write_all(3, every_ms=HOUR)
     store = small.connect()
     finds(store)
@@ -197,8 +195,9 @@ def test_own_packs_do_not_hide_what_others_wrote_before_them(small: World) -> No
     looks_until(lambda: all(finds(store, *range(100, 125))), most=6)
 
 
-def test_a_read_walks_back_until_it_finds_its_keys(small: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank lists only when it fetches a block, so the scheduler's connection may know more packs."""
+def test_a_read_searches_older_packs_until_it_finds_its_keys(
+    small: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small.write_all(100, every_ms=HOUR)
     value = bytearray(len(VALUE))
     assert small.connect().get(SHARD, [key_of(85)], [memoryview(value)]) == [len(VALUE)]
@@ -222,7 +221,7 @@ def test_a_clock_that_is_nine_minutes_behind_delays_its_packs_by_one_walk(
     looks_until(lambda: finds(store, 5000) == [True], most=looks)
 
 
-def test_many_packs_from_the_future_do_not_hide_those_of_right_clocks(small: World) -> None:
+def test_packs_with_times_in_the_future_do_not_hide_other_packs(small: World) -> None:
     small.write_all(20, every_ms=MINUTE)
     store = small.connect()
     finds(store)
@@ -235,8 +234,7 @@ def test_many_packs_from_the_future_do_not_hide_those_of_right_clocks(small: Wor
     looks_until(lambda: all(finds(store, *range(100, 150), *range(200, 220))), most=20)
 
 
-def test_a_clock_that_is_wrong_by_more_than_ten_minutes_costs_its_own_packs(small: World) -> None:
-    """Packs with a time in the future are not even listed, so they delay no other pack."""
+def test_packs_of_a_clock_that_is_wrong_by_more_than_ten_minutes_are_not_found(small: World) -> None:
     small.write_all(20, every_ms=MINUTE)
     store = small.connect()
     looks_until(lambda: bool(finds(store)) or catalogue_of(store).walked_to is None, most=10)
@@ -259,8 +257,7 @@ def signed(index: bytes) -> bytes:
 
 GOOD, _ = index_of({key_of(7): memoryview(VALUE), key_of(8): memoryview(VALUE)})
 ENTRY = struct.pack("<HQQ", 33, 71, 8) + key_of(7)
-# for each: the end of the name, the object, its size in the listing, and whether any part of the object is
-# read
+# for each: the end of its name, the object, its size in the listing, and whether it is read
 BAD = {
     "an index of a gigabyte": ("-999999999", bytes(100), 10**9, False),
     "an index of 16 KiB and one byte": ("-16385", bytes(16400), None, False),
@@ -280,7 +277,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("suffix", "data", "size", "is_read"), BAD.values(), ids=BAD)
-def test_a_bad_pack_costs_itself_and_a_line(
+def test_a_bad_pack_loses_only_itself_and_is_logged(
     world: World, suffix: str, data: bytes, size: int | None, is_read: bool
 ) -> None:
     world.write(1, age_ms=MINUTE)
@@ -299,8 +296,7 @@ def test_a_bad_pack_costs_itself_and_a_line(
     assert line["first"].isprintable()
 
 
-def test_a_pack_whose_read_is_refused_costs_itself_and_a_server_that_fails_the_look(world: World) -> None:
-    """A pack whose writer has another encryption key may be unreadable for others."""
+def test_a_refused_read_loses_one_pack_and_a_failing_server_fails_the_query(world: World) -> None:
     bad = world.write(1)
     world.write(2)
     world.server.refuses[bad] = 403
@@ -315,10 +311,8 @@ def test_a_pack_whose_read_is_refused_costs_itself_and_a_server_that_fails_the_l
 
 @pytest.mark.parametrize("odd", ["-x//y", "-x/../y", "\x7f"])
 @pytest.mark.parametrize("age_ms", [0, -MINUTE])
-def test_a_name_that_the_client_refuses_costs_its_window_and_a_line(
-    world: World, odd: str, age_ms: int
-) -> None:
-    world.ms -= world.ms % 2**20 - 2**19  # the middle of a window
+def test_a_name_that_the_client_refuses_is_skipped_and_logged(world: World, odd: str, age_ms: int) -> None:
+    world.ms -= world.ms % 2**20 - 2**19  # This sets the clock to the middle of a window of 2**20 ms.
     world.write(1, age_ms=2**20)
     world.write(2, age_ms=3 * 2**20)
     world.server.put(f"{place_at(FOLDER, world.ms - age_ms)}{odd}", b"")
@@ -339,10 +333,9 @@ def test_a_name_that_the_client_refuses_costs_its_window_and_a_line(
 
 
 @pytest.mark.parametrize(("bound", "most"), [("MOST_BLOCKS", 32), ("MOST_PACKS", 32)])
-def test_a_full_catalogue_keeps_the_newest_and_reads_nothing_twice(
+def test_a_full_catalogue_keeps_the_newest_packs_and_reads_no_pack_twice(
     small: World, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
 ) -> None:
-    """All packs are from the last ten minutes, so each look lists forgotten packs again."""
     monkeypatch.setattr(packs, bound, most)
     small.write_all(100, every_ms=SECOND)
     store = small.connect()
@@ -369,7 +362,7 @@ def test_a_full_catalogue_ends_the_walk(small: World, monkeypatch: pytest.Monkey
     assert small.requests()[0] == 10 + 3
 
 
-def test_of_two_packs_with_one_key_the_newer_is_used(world: World) -> None:
+def test_the_newer_of_two_packs_with_one_key_is_used(world: World) -> None:
     older, newer = world.write(1, age_ms=MINUTE), world.write(1)
     store = world.connect()
     assert finds(store, 1) == [True]
@@ -377,7 +370,7 @@ def test_of_two_packs_with_one_key_the_newer_is_used(world: World) -> None:
     assert catalogue_of(store).places[key_of(1)].pack == newer
 
 
-def test_a_listing_that_does_not_end_fails_and_is_not_continued(world: World) -> None:
+def test_an_endless_listing_fails_and_is_not_continued(world: World) -> None:
     world.server.is_endless = True
     with pytest.raises(RemoteError, match="does not end"):
         finds(world.connect(0.3))
@@ -389,15 +382,14 @@ def test_a_listing_that_does_not_end_fails_and_is_not_continued(world: World) ->
     assert len(world.server.lists) == listings
 
 
-def test_a_small_object_is_read_no_further_than_it_may_be_long(world: World) -> None:
+def test_at_most_the_allowed_size_of_a_small_object_is_read(world: World) -> None:
     world.server.put("large", bytes(10**6))
     world.server.put("empty", b"")
     store = world.connect()
     assert (store.read("large"), store.read("empty"), store.read("none")) == (bytes(256), b"", None)
 
 
-def test_a_connection_remembers_two_shards(world: World) -> None:
-    """Each reset of an engine begins another shard."""
+def test_a_connection_keeps_the_catalogues_of_two_shards(world: World) -> None:
     store = world.connect()
     for number in range(5):
         store.ask(Shard(f"print/{number}", 0, 1), [])

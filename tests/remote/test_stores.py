@@ -1,5 +1,3 @@
-"""Both kinds of real remote tier behind the common interface: values are stored, and each missing key is reported."""
-
 from __future__ import annotations
 
 import secrets
@@ -66,7 +64,7 @@ def test_put_blocks_are_found_and_fetched(url: str, store: RemoteStore, shard: S
     reader.close()
 
 
-def test_what_is_missing_costs_what_is_there_nothing(store: RemoteStore, shard: Shard) -> None:
+def test_missing_values_do_not_affect_found_values(store: RemoteStore, shard: Shard) -> None:
     written = values(store, 2)
     store.put(shard, KEYS[:2], written)
     read = values(store, 4)
@@ -74,7 +72,7 @@ def test_what_is_missing_costs_what_is_there_nothing(store: RemoteStore, shard: 
     assert [read[1], read[3]] == written
 
 
-def test_another_rank_or_generation_finds_nothing(store: RemoteStore, shard: Shard) -> None:
+def test_values_of_another_rank_or_generation_are_not_found(store: RemoteStore, shard: Shard) -> None:
     store.put(shard, KEYS[:1], values(store, 1))
     for other in (
         Shard(shard.namespace, 0, 2),
@@ -84,7 +82,7 @@ def test_another_rank_or_generation_finds_nothing(store: RemoteStore, shard: Sha
         assert store.ask(other, KEYS[:1]) == [False]
 
 
-def test_what_is_there_is_not_written_over(store: RemoteStore, shard: Shard) -> None:
+def test_existing_values_are_not_overwritten(store: RemoteStore, shard: Shard) -> None:
     first, second, read = values(store, 3)
     store.put(shard, KEYS[:1], [first])
     assert store.put(shard, KEYS[:1], [second]) == [True]
@@ -92,8 +90,7 @@ def test_what_is_there_is_not_written_over(store: RemoteStore, shard: Shard) -> 
     assert read == first
 
 
-def test_values_of_another_size_do_not_pass(url: str, store: RemoteStore, shard: Shard) -> None:
-    """Another writer may store values under our names, and our values may be truncated."""
+def test_values_of_the_wrong_size_are_refused(url: str, store: RemoteStore, shard: Shard) -> None:
     [short], [long] = values(store, 1, size=SIZE - 7), values(store, 1, size=SIZE + 7)
     store.put(shard, KEYS[:2], [short, long])
     reader = open_store(parse_address(url), TIMEOUT_S)
@@ -114,8 +111,7 @@ def test_a_small_object_is_created_once_and_replaced(store: RemoteStore, shard: 
     assert store.read(name) == b"the third"
 
 
-def test_calls_leave_other_threads_running(store: RemoteStore, shard: Shard) -> None:
-    """A call that kept the GIL would block the engine."""
+def test_calls_do_not_block_other_threads(store: RemoteStore, shard: Shard) -> None:
     turns, is_over = 0, threading.Event()
 
     def count() -> None:
@@ -138,7 +134,7 @@ def test_calls_leave_other_threads_running(store: RemoteStore, shard: Shard) -> 
 
 @pytest.fixture
 def there(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> S3Store:
-    """Return the bucket as other writers see it."""
+    """Return another writer's connection to the bucket."""
     bucket.reach(monkeypatch)
     return S3Store("blocks", prefix="kvoffload")
 
@@ -148,26 +144,20 @@ def packs_of(there: S3Store, shard: Shard) -> list[str]:
     return [entry["path"] for page in pages for entry in page]
 
 
-def test_a_deleted_pack_is_missing_and_forgotten(bucket: Bucket, there: S3Store, shard: Shard) -> None:
-    """The bucket's rules delete packs that have expired. A block that two writers have put is in two packs."""
+def test_blocks_of_deleted_packs_are_missing(bucket: Bucket, there: S3Store, shard: Shard) -> None:
     first, second = (open_store(parse_address(bucket.url), TIMEOUT_S) for _ in range(2))
     for writer in (first, second):
         writer.put(shard, KEYS, values(writer, len(KEYS)))
     assert first.ask(shard, KEYS[:2]) == [True, True]
-    for pack in packs_of(there, shard):  # in order from the newest pack
+    for pack in packs_of(there, shard):  # the newest pack comes first
         obstore.delete(there, pack)
         assert first.get(shard, KEYS[:2], values(first, 2)) == [MISSING, MISSING]
     assert first.ask(shard, KEYS[:2]) == [False, False]
 
 
-def test_what_is_known_is_read_without_a_listing(
+def test_known_blocks_are_read_without_a_listing(
     bucket: Bucket, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A listing takes a round trip. Fetches are for blocks that a query has found, so they need no listing.
-
-    Only unknown blocks need a listing.
-    """
-
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the bucket is listed")
 
@@ -197,7 +187,7 @@ def new_packs(bucket: Bucket, there: S3Store, shard: Shard) -> BucketStore:
 
 
 @pytest.mark.parametrize("at_once", [3, 32])
-def test_packs_are_read_side_by_side(
+def test_packs_are_read_concurrently(
     new_packs: BucketStore, shard: Shard, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     monkeypatch.setattr("kvoffload.remote.bucket._INDEXES_AT_ONCE", at_once)
@@ -232,10 +222,9 @@ def test_new_packs_that_take_too_long_are_read_by_the_next_calls(
 
 
 @pytest.mark.parametrize("left", [0, 5, 400, SIZE + 2000])
-def test_r17_a_pack_that_was_cut_costs_its_values_and_no_other_pack(
+def test_r17_a_truncated_pack_loses_only_its_own_values(
     bucket: Bucket, there: S3Store, shard: Shard, left: int
 ) -> None:
-    """The client's own read of several ranges panics on such a pack."""
     store, late = (open_store(parse_address(bucket.url), TIMEOUT_S) for _ in range(2))
     written = values(store, 4)
     store.put(shard, KEYS[:3], written[:3])
@@ -254,7 +243,7 @@ def test_r17_a_pack_that_was_cut_costs_its_values_and_no_other_pack(
     assert len(packs_of(there, shard)) == 3
 
 
-def test_refused_credentials_are_an_error_that_does_not_repeat_them(
+def test_the_error_for_refused_credentials_does_not_contain_them(
     bucket: Bucket, shard: Shard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bucket.reach(monkeypatch)
@@ -268,14 +257,14 @@ def test_refused_credentials_are_an_error_that_does_not_repeat_them(
     assert not any(secret in text for secret in (*bucket.secrets, "wrong"))
 
 
-def test_no_server_is_an_error_soon(tmp_path: Path) -> None:
+def test_a_missing_server_is_an_error_within_the_time_limit(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(RemoteError, match="no Mooncake master answers"):
         open_store(parse_address("mooncake://127.0.0.1:1"), TIMEOUT_S)
     assert time.monotonic() - began < TIMEOUT_S  # the client alone would wait for 90 s
 
 
-def test_a_dead_node_fails_gets_and_a_dead_master_calls(tmp_path: Path, shard: Shard) -> None:
+def test_a_dead_node_fails_reads_and_a_dead_master_fails_all_calls(tmp_path: Path, shard: Shard) -> None:
     server = Mooncake(tmp_path)
     store = open_store(parse_address(server.url), TIMEOUT_S)
     try:

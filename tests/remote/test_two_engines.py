@@ -1,5 +1,3 @@
-"""Engines that share a real remote tier find each other's prefixes, but no block from before a reset."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -42,14 +40,14 @@ def test_r18_the_second_engine_finds_the_first_ones_blocks(
     assert counted.count("kvoffload_load_blocks_total", "loaded") > 0
 
 
-def test_r18_other_weights_and_other_ranks_find_nothing(start: StartEngine, url: str) -> None:
+def test_r18_blocks_of_other_weights_or_ranks_are_not_found(start: StartEngine, url: str) -> None:
     start(url, weights_id="one").opened().share()
     for other in (start(url, weights_id="other"), start(url, ranks=2, weights_id="one")):
         other.opened().run()
         assert other.copied(Direction.LOAD) == 0
 
 
-def test_r18_engines_share_what_they_authenticate_with_one_key_and_with_no_other(
+def test_r18_only_engines_with_the_same_tier_key_share_blocks(
     start: StartEngine, url: str, tmp_path: Path
 ) -> None:
     settings = [
@@ -75,7 +73,7 @@ def keeping(lines: Sequence[dict[str, Any]]) -> int:
     return sum(line["event"] == "remote_generation_kept" for line in lines)
 
 
-def test_r18_a_reset_of_one_engine_costs_the_others_nothing_and_it_finds_nothing_earlier(
+def test_r18_after_a_reset_only_the_engine_that_was_reset_loses_earlier_blocks(
     start: StartEngine, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_catalog, "LOOK_PERIOD_S", 0.01)
@@ -88,7 +86,8 @@ def test_r18_a_reset_of_one_engine_costs_the_others_nothing_and_it_finds_nothing
         second.step_until(lambda: keeping(lines) == 1)
         third.step_until(lambda: keeping(lines) == 2)
     second.run()
-    assert second.copied(Direction.LOAD) > 0  # finds blocks that the first engine wrote before its reset
+    # The second engine still finds blocks that the first engine wrote before its reset.
+    assert second.copied(Direction.LOAD) > 0
     second.run(OTHER)
     second.run(OTHER)
     second.step_until(lambda: second.copied(Direction.STORE) > 0)

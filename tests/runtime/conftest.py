@@ -1,5 +1,3 @@
-"""Run the tiny models of these tests on one thread."""
-
 from tests.one_thread import one_thread
 
 __all__ = ["one_thread"]

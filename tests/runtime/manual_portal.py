@@ -1,4 +1,4 @@
-"""A portal without a thread: the test's thread runs the portal's loop when the test advances time."""
+"""A portal without a thread. The portal's tasks run on the test's thread when the test advances time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TICK_S = 0.02  # longer than any pause of a transfer coroutine
 
 
 class ManualPortal(Portal):
-    """A portal whose tasks use the fake clock `clock`."""
+    """A portal whose tasks use a fake clock."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__("manual")
@@ -28,8 +28,8 @@ class ManualPortal(Portal):
         self.loop = asyncio.new_event_loop()
         self.is_dead = False  # set to True to simulate a dead thread
         self._manual_executor = ManualExecutor(held=False)
-        self.extra = ManualExecutor(held=False)  # the executor that `new_executor` returns for spans
-        self.disks: list[ManualExecutor] = []  # the disk executor of each rank
+        self.extra = ManualExecutor(held=False)  # the executor of the spans' exporter
+        self.disks: list[ManualExecutor] = []  # each rank's executor for disk calls
         self.index = ManualExecutor(held=False)  # the executor of the disk's index
 
     @property
@@ -92,7 +92,7 @@ class TaskFuture(Future[Any]):
 
 
 class _Running(TaskFuture):
-    """A future that runs the loop while a caller waits for the future."""
+    """The future of a task. Waiting for the future runs the loop."""
 
     def __init__(self, portal: ManualPortal, task: asyncio.Task[Any]) -> None:
         super().__init__(task)

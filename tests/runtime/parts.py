@@ -1,4 +1,4 @@
-"""A scheduler side with a fake engine and a fake clock. Tests call it as an adapter does."""
+"""A scheduler side with a fake engine and a fake clock, which tests call as an adapter does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.runtime.manual_portal import ManualPortal
 from tests.settings import make_config
 
 BLOCK = 4
-RELOAD = 3 * BLOCK  # how many tokens `Side.stored` leaves on the host
+RELOAD = 3 * BLOCK  # the number of tokens that `Side.stored` leaves on the host
 TIMEOUT_S = 30.0
 SHAPE = EngineShape(
     (GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK),), ranks=1, device_blocks=400, step_tokens=64
@@ -36,7 +36,7 @@ IDENTITY = KVIdentity("parts", "no weights", "keys", {}, {}, ())
 
 
 class Pool:
-    """The engine's block pool: block numbers, and keys that the test sets."""
+    """The engine's block pool, with keys that the test sets."""
 
     def __init__(self) -> None:
         self.leased: list[DeviceBlockId] = []
@@ -63,7 +63,7 @@ class Pool:
 
 
 class Side:
-    """One scheduler side, by default with 50 host slots. Requests with the same `prefix` have common blocks.
+    """One scheduler side, by default with 50 host slots. Requests with the same `prefix` share blocks.
 
     A side with a disk or a remote tier needs a portal.
     """

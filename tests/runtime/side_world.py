@@ -1,4 +1,4 @@
-"""The core tests' small engine on a real scheduler side, which the world calls and times like an adapter."""
+"""Runs the core tests' small engine on a real scheduler side, which is called and timed as by an adapter."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.core.world import Copy, Req, World
 from tests.settings import make_config
 
 TIMEOUT_S = 30.0
-_TURNS = 60  # limit on an engine's turns; no test needs half as many
+_TURNS = 60  # the limit on an engine's turns in a test, more than twice what any test needs
 
 
 class SideWorld(World):
     """A world with a scheduler side.
 
     Bytes, reference counts and answers to loads are checked as in `World`. The core's invariants are checked
-    only on demand, because these tests break them.
+    only when the test asks for it, because these tests break them.
 
     Args:
         groups: the engine's groups.
@@ -126,7 +126,7 @@ class SideWorld(World):
         return request.state == "running" and request.computed >= asked[name]
 
     def drain(self) -> None:
-        """Step without work until the side needs no more steps. No time passes."""
+        """Run steps without requests until the side needs no more steps. No time passes."""
         for _ in range(_TURNS):
             if not self.side.has_work:
                 return
@@ -137,7 +137,7 @@ class SideWorld(World):
     # -- what must hold when all has ended ----------------------------------------------------------------------
 
     def problems_at_end(self) -> list[str]:
-        """End all copies, including abandoned ones; return what should not be left. The audit is not run."""
+        """End all copies, including abandoned copies; return what is still held. The audit is not run."""
         self.drain()
         self.end_copies(list(self.copies))
         self.drain()

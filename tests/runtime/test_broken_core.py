@@ -1,5 +1,3 @@
-"""If our own code raises, offloading is switched off, one line is logged, and no request waits for us (R12)."""
-
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -21,7 +19,9 @@ def boom(*_: object, **__: object) -> None:
     raise RuntimeError("boom")
 
 
-def test_switching_off_is_logged_once_with_the_journals_tail(caplog: pytest.LogCaptureFixture) -> None:
+def test_switching_offloading_off_logs_one_line_with_the_last_journal_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     side = Side()
     replace_handler(side.side.bus, facts.StepScheduled, boom)
     side.step()
@@ -36,7 +36,7 @@ def test_switching_off_is_logged_once_with_the_journals_tail(caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("question", ["lookup", "take_results"])
-def test_a_question_that_raises_is_answered_with_nothing(
+def test_a_query_that_raises_returns_its_default(
     question: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     side = Side()
@@ -51,10 +51,9 @@ def test_a_question_that_raises_is_answered_with_nothing(
     assert f"doing={question}" in caplog.text
 
 
-def test_a_plan_that_raises_is_empty_and_leaves_nothing_to_wait_for(
+def test_a_plan_that_raises_is_empty_and_leaves_no_request_waiting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Planning raises after the load was planned, so no worker will ever report the load."""
     side = Side()
     side.stored()
     side.seen("a")
@@ -70,7 +69,7 @@ def test_a_plan_that_raises_is_empty_and_leaves_nothing_to_wait_for(
     assert not side.pool.leased
 
 
-def test_r5_blocks_leased_for_a_job_that_never_came_to_be_are_released(
+def test_r5_blocks_leased_for_a_job_that_was_never_submitted_are_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     side = Side()
@@ -90,7 +89,7 @@ def test_r5_blocks_leased_for_a_job_that_never_came_to_be_are_released(
     assert not side.pool.leased
 
 
-def test_a_load_that_the_core_forgot_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_the_core_lost_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side()
     side.stored()
     side.seen("a")
@@ -102,8 +101,7 @@ def test_a_load_that_the_core_forgot_is_answered(monkeypatch: pytest.MonkeyPatch
     assert not side.side.has_work
 
 
-def test_loads_fail_though_nothing_watches_the_bus() -> None:
-    """Observers that raise are removed. The engine's loads must be answered without observers."""
+def test_open_loads_fail_without_observers_on_the_bus() -> None:
     side = Side()
     plan = loading(side)
     bus = side.side.bus
@@ -119,7 +117,7 @@ def test_loads_fail_though_nothing_watches_the_bus() -> None:
     assert not side.side.has_work
 
 
-def test_a_load_is_answered_once_though_the_core_comes_back_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_is_answered_once_even_if_the_core_repeats_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side()
     plan = loading(side)
     side.side.core.state.results.failed.append(RequestId("a"))
@@ -127,10 +125,9 @@ def test_a_load_is_answered_once_though_the_core_comes_back_to_it(monkeypatch: p
     assert side.done(plan) == ([], [])
 
 
-def test_blocks_stay_leased_while_a_worker_copies_though_the_core_lost_count(
+def test_blocks_stay_leased_during_copies_that_the_core_no_longer_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The core raises on the first of two reports, so only the second report is still missing."""
     side = Side(ranks=2)
     side.seen("a")
     side.allocated("a")
@@ -149,7 +146,7 @@ def test_blocks_stay_leased_while_a_worker_copies_though_the_core_lost_count(
     assert "boom" in side.side.audit()[0]
 
 
-def test_copies_that_hang_are_waited_for_no_longer_than_ever_and_may_end_late(
+def test_after_an_error_hanging_copies_have_the_usual_timeout_and_may_end_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     side = Side()
@@ -165,7 +162,7 @@ def test_copies_that_hang_are_waited_for_no_longer_than_ever_and_may_end_late(
     assert not side.pool.leased
 
 
-def test_a_core_that_raised_gets_no_more_facts_and_open_loads_fail() -> None:
+def test_after_the_core_raised_it_receives_no_facts_and_open_loads_fail() -> None:
     side = Side()
     plan = loading(side)
     given: list[object] = []
@@ -186,11 +183,7 @@ def test_a_core_that_raised_gets_no_more_facts_and_open_loads_fail() -> None:
     assert not side.pool.leased
 
 
-def test_numbers_that_cannot_be_read_do_not_stop_their_readers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine may read the gauges in a step, and another thread may read them at any time.
-
-    A failed read must not stop the use of the core before the next step.
-    """
+def test_reading_metrics_that_raise_returns_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side()
     plan = loading(side)
     monkeypatch.setattr(side.side.core.state.pool, "count", boom)
@@ -202,7 +195,7 @@ def test_numbers_that_cannot_be_read_do_not_stop_their_readers(monkeypatch: pyte
     assert not side.pool.leased
 
 
-def test_an_audit_that_finds_something_switches_offloading_off() -> None:
+def test_an_audit_that_finds_a_problem_switches_offloading_off() -> None:
     side = Side()
     assert side.side.audit() == []
     side.side.core.state.pool._counts[SlotState.EMPTY] -= 1

@@ -1,5 +1,3 @@
-"""Invariants are checked at rest and on request. The ages of the oldest pin and job are reported."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -24,13 +22,13 @@ def logged(caplog: pytest.LogCaptureFixture, event: str) -> list[dict[str, objec
 # -- when -----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_last_end_is_audited_and_no_step_is() -> None:
+def test_the_end_of_the_last_request_is_audited_and_steps_are_not() -> None:
     side = Side()
     before = audits(side)
     for _ in range(3):
         side.step()
     assert audits(side) == before
-    plan = loading(side)  # An audit has run, because an earlier request has ended.
+    plan = loading(side)  # an audit has already run at the end of an earlier request
     assert audits(side) == before + 1
     side.done(plan)
     assert audits(side) == before + 1
@@ -38,7 +36,7 @@ def test_the_last_end_is_audited_and_no_step_is() -> None:
     assert audits(side) == before + 2
 
 
-def test_a_copy_that_outlives_the_last_request_is_waited_for() -> None:
+def test_the_audit_waits_for_copies_that_outlast_the_last_request() -> None:
     side = Side()
     plan = loading(side)
     before = audits(side)
@@ -48,7 +46,7 @@ def test_a_copy_that_outlives_the_last_request_is_waited_for() -> None:
     assert audits(side) == before + 1
 
 
-def test_what_is_found_at_rest_switches_offloading_off_at_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_problem_found_at_rest_switches_offloading_off_at_once(caplog: pytest.LogCaptureFixture) -> None:
     side = Side()
     side.stored()
     side.side.core.state.pool._counts[SlotState.EMPTY] -= 1
@@ -61,10 +59,10 @@ def test_what_is_found_at_rest_switches_offloading_off_at_once(caplog: pytest.Lo
     before = audits(side)
     side.seen("b")
     side.ended("b")
-    assert audits(side) == before  # no second audit at rest
+    assert audits(side) == before  # no second audit runs at rest
 
 
-def test_an_audit_that_raises_switches_offloading_off_and_nothing_else(
+def test_an_audit_that_raises_switches_only_offloading_off(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     side = Side()
@@ -87,7 +85,9 @@ class Readable(Pool):
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_the_engines_own_counts_are_compared(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_audit_compares_the_engines_reference_counts(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.runtime.parts.Pool", Readable)
     side = Side()
     plan = loading(side)
@@ -96,7 +96,7 @@ def test_the_engines_own_counts_are_compared(asked: bool, monkeypatch: pytest.Mo
     if asked:
         assert side.side.audit() == ["the engine counts others"]
     else:
-        side.pool.leased += [block, block]  # adds a lease that is never released
+        side.pool.leased += [block, block]  # This adds a lease that is never released.
         side.done(plan)
         side.ended("a")
     assert side.side.degraded is DegradeCause.INVARIANT_BROKEN

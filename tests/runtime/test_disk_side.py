@@ -1,5 +1,3 @@
-"""The scheduler's side with a disk: when fetches pay off, and what the tier adds to the hooks."""
-
 from __future__ import annotations
 
 import os
@@ -47,7 +45,7 @@ def end_disk_jobs(side: Side, plan: TransferPlan, copy_s: float = 0.0) -> None:
 
 
 def leave_on_disk(side: Side, prefix: str) -> None:
-    """Let lookups find a prefix again, spill it, and fill the host with other prefixes."""
+    """Serve a prefix twice so that its blocks are spilled, and fill the host with other prefixes."""
     side.stored(prefix)
     again = f"again-{prefix}"
     side.side.lookup(side.seen(again, prefix), 0)
@@ -75,7 +73,7 @@ def fetched(side: Side, name: str, prefix: str, seconds: float) -> RequestId:
 
 
 def measure(side: Side) -> None:
-    """Let the side measure prefill at 10 ms per token, and loads that take no time."""
+    """Let the side measure 10 ms of prefill per token, and loads that take no time."""
     side.seen("measured", "m")
     side.allocated("measured")
     side.step(prefill=100)
@@ -86,7 +84,7 @@ def measure(side: Side) -> None:
 
 
 def least_from_disk(side: Side) -> int:
-    """Let a second pass; return the minimum number of tokens for a fetch."""
+    """Let one second pass; return the minimum number of tokens for which a fetch starts."""
     side.clock.jump(1.0)
     side.step()
     disk = side.side.core.state.disk
@@ -126,7 +124,7 @@ def test_auto_tries_the_disk_again_after_a_minute(side: Side) -> None:
     assert side.side.lookup(side.seen("tries", "b"), 0) is None
 
 
-def test_no_hook_wakes_the_index_thread_for_what_it_records(tmp_path: Path) -> None:
+def test_recording_index_changes_does_not_wake_the_index_thread(tmp_path: Path) -> None:
     side = Side(portal=True, disk=tmp_path)
     open_disk(side)
     side.portal.advance()
@@ -153,7 +151,7 @@ def test_an_invalidation_is_written_at_once(side: Side) -> None:
     side.portal.index.release()
 
 
-def test_without_requests_an_engine_steps_for_its_host_and_as_long_as_the_drain_for_its_disk(
+def test_an_idle_engine_steps_until_stores_end_and_at_most_the_drain_time_for_the_disk(
     tmp_path: Path,
 ) -> None:
     side = Side(
@@ -211,7 +209,7 @@ def test_a_folder_in_use_is_tried_again_for_a_minute(
     side.close()
 
 
-def test_a_folder_in_which_every_user_may_rename_is_one_warning(
+def test_a_folder_that_all_users_can_rename_causes_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(0o777)
@@ -242,7 +240,7 @@ def of_other_files(path: Path) -> None:
         (of_other_files, "it belongs to other slot files, which had 0 blocks"),
     ],
 )
-def test_an_index_that_cannot_be_used_is_one_warning_and_the_disk_starts_empty(
+def test_an_unusable_index_causes_one_warning_and_the_disk_starts_empty(
     tmp_path: Path, spoil: Callable[[Path], None], reason: str
 ) -> None:
     side = Side(portal=True, disk=tmp_path)
@@ -267,7 +265,7 @@ def test_an_index_that_cannot_be_used_is_one_warning_and_the_disk_starts_empty(
     side.close()
 
 
-def test_any_exception_on_its_thread_closes_the_tier(
+def test_any_exception_on_the_index_thread_closes_the_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:

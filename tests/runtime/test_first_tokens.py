@@ -1,5 +1,3 @@
-"""Times to first token, by the result of the lookup. Each request counts once."""
-
 from __future__ import annotations
 
 import pytest
@@ -15,7 +13,7 @@ A = RequestId("a")
 
 
 class Engine:
-    """Publishes the test's facts, and counts how often first tokens are checked."""
+    """A fake engine that publishes the test's facts, and counts how often first tokens are checked."""
 
     def __init__(self) -> None:
         self.hook = HookTime(10.0)
@@ -58,7 +56,7 @@ def engine() -> Engine:
     ("device", "host", "found"),
     [(0, 0, "nothing"), (16, 0, "device"), (0, 32, "host"), (16, 32, "host")],
 )
-def test_a_time_lasts_from_seeing_a_request_to_the_step_with_its_token(
+def test_a_time_to_first_token_starts_when_the_request_is_seen(
     engine: Engine, device: int, host: int, found: str
 ) -> None:
     engine.seen()
@@ -74,7 +72,7 @@ def test_a_time_lasts_from_seeing_a_request_to_the_step_with_its_token(
     assert engine.times() == {found: (1, 4.0)}
 
 
-def test_a_request_that_waits_for_blocks_is_not_looked_at_nor_one_with_its_token(engine: Engine) -> None:
+def test_waiting_requests_and_requests_with_a_token_are_not_checked(engine: Engine) -> None:
     engine.seen()
     engine.step()
     assert engine.asked == 0
@@ -94,7 +92,7 @@ def test_a_request_whose_only_token_came_in_its_last_step_is_counted(engine: Eng
     assert engine.times() == {"nothing": (1, 3.0)}
 
 
-def test_one_that_ends_without_a_token_is_forgotten(engine: Engine) -> None:
+def test_a_request_that_ends_without_a_token_is_not_counted(engine: Engine) -> None:
     waiting = RequestId("waiting")
     engine.seen()
     engine.seen(waiting)
@@ -107,8 +105,7 @@ def test_one_that_ends_without_a_token_is_forgotten(engine: Engine) -> None:
     assert not engine.first_tokens.waiting
 
 
-def test_the_last_lookup_before_the_token_counts_and_none_behind_it(engine: Engine) -> None:
-    """A lookup after the first token, as after a failed load or a preemption, does not count."""
+def test_the_last_lookup_before_the_first_token_counts(engine: Engine) -> None:
     engine.seen()
     engine.admitted(host=32)
     engine.step()
@@ -121,7 +118,7 @@ def test_the_last_lookup_before_the_token_counts_and_none_behind_it(engine: Engi
     assert engine.times() == {"nothing": (1, 2.0)}
 
 
-def test_the_tokens_of_a_load_that_failed_are_computed_without_another_lookup(engine: Engine) -> None:
+def test_the_tokens_of_a_failed_load_count_as_computed(engine: Engine) -> None:
     engine.seen()
     engine.admitted(device=16, host=32)
     engine.first_tokens.load_failed(A)
@@ -133,7 +130,7 @@ def test_the_tokens_of_a_load_that_failed_are_computed_without_another_lookup(en
     assert counted.by_label("kvoffload_prompt_tokens_total") == {"computed": 32, "device": 16}
 
 
-def test_an_engine_that_does_not_say_is_not_asked(engine: Engine) -> None:
+def test_first_tokens_are_not_checked_for_an_engine_that_does_not_report_tokens(engine: Engine) -> None:
     engine.admitted()
     engine.step()
     engine.ended()

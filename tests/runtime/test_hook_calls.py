@@ -1,4 +1,5 @@
-"""The cost of each hook on the engine's critical path, counted in calls, with all observers.
+"""Checks the cost of each hook on the engine's critical path, with all observers. The cost is a number of
+calls.
 
 Each limit is a measured number of calls plus a tenth. The benchmarks measure times, but a hook that makes
 more calls is slower on every machine.
@@ -24,7 +25,7 @@ from tests.runtime.parts import BLOCK, RELOAD, Side
 
 RUNNING = 16
 
-MOST_CALLS = {  # without a disk tier, and with one
+MOST_CALLS = {  # for each hook: the limit without a disk tier, and the limit with a disk tier
     "a step in which nothing happens": (21, 21),
     "a step in which 16 requests get a block each": (163, 163),
     "a step that offers a block and plans its store": (105, 105),
@@ -41,7 +42,7 @@ MOST_CALLS = {  # without a disk tier, and with one
 
 
 def running(side: Side, count: int) -> list[str]:
-    """Return requests that decode, and whose blocks have all been stored."""
+    """Return the names of requests that decode, and whose blocks have all been stored."""
     names = [f"running{number}" for number in range(count)]
     for name in names:
         side.seen(name, name, blocks=1)
@@ -54,7 +55,7 @@ def running(side: Side, count: int) -> list[str]:
 
 
 def hooks(side: Side) -> dict[str, Callable[[], object]]:
-    """Return all operations of an engine, in an order in which they can run."""
+    """Return the hooks of an engine by name, in an order in which they can run."""
     names = running(side, RUNNING)
     side.stored("shared")
     busy = RequestId("busy")
@@ -106,13 +107,13 @@ def counted(**settings: Any) -> dict[str, int]:  # noqa: ANN401  # those of a si
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
-    counted()  # the first run in a process makes more calls
+    counted()  # the first run in a process makes extra calls
     without, with_ = counted(), counted(portal=True, disk=tmp_path_factory.mktemp("disk"))
     return {what: (without[what], with_[what]) for what in without}
 
 
 @pytest.mark.parametrize("what", MOST_CALLS)
-def test_a_hook_makes_no_more_calls_than_this(what: str, found: dict[str, tuple[int, int]]) -> None:
+def test_each_hook_stays_within_its_limit_on_calls(what: str, found: dict[str, tuple[int, int]]) -> None:
     most = MOST_CALLS[what]
     assert all(calls <= limit for calls, limit in zip(found[what], most, strict=True)), found
 
@@ -129,12 +130,11 @@ def tracking(requests: int) -> Side:
 
 
 @pytest.mark.slow
-def test_a_step_costs_the_same_however_many_requests_do_nothing_in_it() -> None:
+def test_a_steps_cost_does_not_depend_on_the_number_of_idle_requests() -> None:
     assert calls(tracking(10).step) == calls(tracking(10_000).step)
 
 
-def test_a_step_without_a_planned_job_asks_for_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With cold caches every call matters: a call for the plan made an empty step a fifth longer."""
+def test_a_step_without_a_planned_job_does_not_request_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     side = tracking(3)
 
     def asked(*_: object) -> None:
@@ -151,7 +151,7 @@ def test_a_step_without_an_answer_does_not_poll_a_store() -> None:
     with patch("kvoffload.runtime.remote_catalog.open_store", lambda *_: FakeStore()):
         plain, shared = Side(portal=True), Side(portal=True, remote=store)
     for side in (plain, shared):
-        for number in range(4):  # probes the remote tier, then reads its generation
+        for number in range(4):  # these steps probe the remote tier, then read its generation
             side.side.lookup(side.seen(f"{number}"), 0)
             side.allocated(f"{number}")
             side.step()
@@ -168,7 +168,7 @@ def test_a_step_without_an_answer_does_not_poll_a_store() -> None:
 
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Record each reading of a clock for state or durations, but not the journal's one reading per batch."""
+    """Record each reading of a clock, except the journal's one reading per batch."""
     found: list[str] = []
 
     def counted(clock: Callable[[], float]) -> Callable[[], float]:

@@ -1,5 +1,3 @@
-"""The seconds saved, waited and lost that the scheduler's side measures, and the minimum lengths chosen by "auto"."""
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
@@ -36,7 +34,7 @@ def lost(side: Side, direction: str) -> float:
 
 
 def measure_prefill(side: Side, seconds_per_token: float = PER_TOKEN_S) -> None:
-    """Compute one request alone, then let the engine be idle."""
+    """Compute one request alone, then let the engine be idle, so that the side measures the prefill's speed."""
     side.seen("measured", "m")
     side.allocated("measured")
     side.step(prefill=100)
@@ -50,7 +48,7 @@ def arrived(side: Side, plan: TransferPlan, copy_s: float = 0.0) -> None:
     side.report(JobReport(job.id, job.direction, CopyOutcome.DONE, 64, 0.0, copy_s))
 
 
-def test_loaded_tokens_are_priced_at_the_engines_own_rate() -> None:
+def test_saved_seconds_follow_the_measured_prefill_rate() -> None:
     side = Side()
     measure_prefill(side)
     plan = loading(side)
@@ -62,7 +60,7 @@ def test_loaded_tokens_are_priced_at_the_engines_own_rate() -> None:
     assert side.side.benefit.net_s == pytest.approx(RELOAD * PER_TOKEN_S - 0.5)
 
 
-def test_what_was_loaded_before_anything_was_measured_is_priced_with_the_next_load() -> None:
+def test_loads_from_before_the_first_measurement_count_with_the_next_load() -> None:
     side = Side()
     for name in "ab":
         arrived(side, loading(side, name))
@@ -75,7 +73,7 @@ def test_what_was_loaded_before_anything_was_measured_is_priced_with_the_next_lo
         assert saved(side) == pytest.approx(number * RELOAD * PER_TOKEN_S)
 
 
-def test_a_failed_load_cost_its_wait_and_saved_nothing() -> None:
+def test_a_failed_load_counts_its_wait_and_saves_nothing() -> None:
     side = Side()
     measure_prefill(side)
     plan = loading(side)
@@ -85,7 +83,7 @@ def test_a_failed_load_cost_its_wait_and_saved_nothing() -> None:
     assert value(side.side, "break_even_tokens") == 0
 
 
-def test_a_request_that_ends_waits_no_longer() -> None:
+def test_the_wait_for_a_load_ends_with_its_request() -> None:
     side = Side()
     measure_prefill(side)
     plan = loading(side)
@@ -97,7 +95,7 @@ def test_a_request_that_ends_waits_no_longer() -> None:
 
 
 @pytest.mark.parametrize("end", ["found", "computes", "gone"])
-def test_waiting_for_anothers_load_is_waiting_too(end: str) -> None:
+def test_waiting_for_another_requests_load_counts_as_waiting(end: str) -> None:
     side = Side()
     plan = loading(side)
     other = side.seen("b")
@@ -151,7 +149,7 @@ def storing(side: Side) -> TransferPlan:
     return plan
 
 
-def test_steps_that_are_longer_with_copies_under_way_are_their_cost() -> None:
+def test_the_extra_time_of_steps_during_copies_counts_as_a_cost() -> None:
     side = Side(config=make_config(transfer_timeout_s=1e6))
     side.seen("d")
     decode(side, 0.010)
@@ -211,7 +209,7 @@ def test_a_loss_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize(("loss_s", "is_negative"), [(0.5, 0), (0.7, 1)])
-def test_a_loss_below_a_hundredth_of_the_time_is_not_reported(loss_s: float, is_negative: int) -> None:
+def test_a_loss_below_1_percent_of_the_time_is_not_reported(loss_s: float, is_negative: int) -> None:
     side = Side()
     measure_prefill(side)
     plan = loading(side)
@@ -227,13 +225,13 @@ def test_a_loss_below_a_hundredth_of_the_time_is_not_reported(loss_s: float, is_
 
 
 def auto(wait_s: float) -> Side:
-    """Return a side that has measured a load, and prefilling at a hundredth of a second per token."""
+    """Return a side that has measured a load, and a prefill of 10 ms per token."""
     side = Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO))
     measure_prefill(side)
     plan = loading(side)
     side.clock.jump(wait_s)
     arrived(side, plan)
-    side.clock.jump(1.0)  # the measurements are used from now on
+    side.clock.jump(1.0)  # the side uses the measurements from now on
     return side
 
 
@@ -246,18 +244,18 @@ def test_auto_declines_hits_that_take_longer_to_load(wait_s: float, answer: int)
     assert side.side.lookup(side.seen("b"), 0) == answer
     side.allocated("b", answer)
     counted = side.side.counters.snapshot()
-    # Of 13 tokens, 12 were found. A declined hit is the cause of the missing blocks; otherwise only the last
-    # token is missing.
+    # The lookup found 12 of 13 tokens. If the hit is declined, that is the cause of the missing blocks;
+    # otherwise only the last token is missing.
     assert counted.count("kvoffload_miss_blocks_total", "load_declined") == (answer == 0)
 
 
-def test_auto_is_one_block_until_measured() -> None:
+def test_auto_accepts_hits_of_one_block_until_it_has_measured() -> None:
     side = Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO))
     side.stored()
     assert side.side.lookup(side.seen("b"), RELOAD - 4) == 4
 
 
-def test_auto_keeps_to_what_it_decided_for_a_request() -> None:
+def test_auto_decides_once_per_request() -> None:
     side = auto(0.01)
     side.step(("a", RELOAD))
     early = side.seen("b")
@@ -274,7 +272,7 @@ def test_auto_keeps_to_what_it_decided_for_a_request() -> None:
     assert side.side.lookup(early, 0) == RELOAD
 
 
-def test_a_number_is_not_touched_by_what_is_measured() -> None:
+def test_measurements_do_not_change_a_configured_minimum() -> None:
     side = Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=4))
     measure_prefill(side)
     plan = loading(side)

@@ -1,7 +1,3 @@
-"""Observers run on the portal's loop. Their output is complete at the end, and their failures affect only
-themselves.
-"""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -17,7 +13,7 @@ from tests.runtime.parts import TIMEOUT_S, Side
 from tests.settings import make_config
 
 
-def test_the_log_observer_writes_what_deserves_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_observer_logs_notable_events(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     side = Side(portal=True, slots=9)
     side.side.reset()
@@ -25,7 +21,7 @@ def test_the_log_observer_writes_what_deserves_a_line(caplog: pytest.LogCaptureF
     assert "reset_started epoch=1" in caplog.text
 
 
-def test_one_that_raises_is_removed_counted_and_said(
+def test_an_observer_that_raises_is_removed_counted_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(self: LogObserver, event: object) -> None:
@@ -41,7 +37,7 @@ def test_one_that_raises_is_removed_counted_and_said(
     assert side.side.counters.snapshot().count("kvoffload_bus_removed_total", "log") == 1
 
 
-def test_a_counter_that_raises_is_logged_without_a_portal_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_raising_counter_is_logged_even_without_a_portal(caplog: pytest.LogCaptureFixture) -> None:
     side = Side()
 
     def fail(fact: facts.CacheReset) -> None:
@@ -54,7 +50,7 @@ def test_a_counter_that_raises_is_logged_without_a_portal_too(caplog: pytest.Log
     assert side.side.counters.snapshot().count("kvoffload_bus_removed_total", "other") == 1
 
 
-def test_what_unknown_observers_miss_is_summed_in_one_series() -> None:
+def test_messages_dropped_by_unknown_observers_share_one_series() -> None:
     side = Side()
     for name in ("someone", "someone else"):
         feed: Feed[None] = side.side.bus.observe(name, capacity=1)
@@ -67,18 +63,18 @@ def test_what_unknown_observers_miss_is_summed_in_one_series() -> None:
 def test_the_journals_file_is_complete_and_closed_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     config = make_config(transfer_timeout_s=TIMEOUT_S, journal_path=path)
-    for _ in range(2):  # Only one side at a time can lock the file.
+    for _ in range(2):  # only one side at a time can lock the file
         side = Side(portal=True, config=config)
         side.stored()
         side.close()
     assert not any(side.side.gauges()["kvoffload_bus_dropped_total"].values())
     sequences = [record.sequence for record in read_journal(path)]
-    second = sequences.index(1, 1)  # The number of messages depends on how fast memory becomes ready.
+    second = sequences.index(1, 1)  # the number of messages depends on how fast memory becomes ready
     assert sequences == [*range(1, second + 1), *range(1, len(sequences) - second + 1)]
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_a_journal_that_cannot_be_written_any_more_is_counted_and_logged(
+def test_a_journal_that_can_no_longer_be_written_is_counted_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     side = Side(portal=True, config=make_config(journal_path=tmp_path / "journal"))
@@ -90,7 +86,7 @@ def test_a_journal_that_cannot_be_written_any_more_is_counted_and_logged(
     assert side.side.counters.snapshot().total("kvoffload_journal_write_errors_total") == 1
 
 
-def test_observers_whose_loop_is_gone_are_not_waited_for() -> None:
+def test_close_does_not_wait_for_observers_whose_loop_has_ended() -> None:
     side = Side(portal=True)
     assert side.portal is not None
     side.portal.is_dead = True
@@ -101,7 +97,7 @@ def test_observers_whose_loop_is_gone_are_not_waited_for() -> None:
     side.portal.close()
 
 
-def test_an_observer_that_never_ends_is_waited_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_only_briefly_for_an_observer_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side(portal=True)
     assert side.portal is not None
     clock = side.clock
@@ -118,7 +114,7 @@ def test_an_observer_that_never_ends_is_waited_for_a_moment(monkeypatch: pytest.
 
 
 @pytest.mark.slow
-def test_an_observer_that_stands_still_costs_no_more_calls_than_one_that_keeps_up(tmp_path: Path) -> None:
+def test_a_stopped_observer_costs_the_hooks_no_extra_calls(tmp_path: Path) -> None:
     config = make_config(transfer_timeout_s=TIMEOUT_S, journal_path=tmp_path / "journal")
     side = Side(portal=True, config=config)
     side.seen("d")
@@ -127,7 +123,7 @@ def test_an_observer_that_stands_still_costs_no_more_calls_than_one_that_keeps_u
         for _ in range(20):
             side.step(decode=20)
 
-    for _ in range(5):  # warms up what the journal does only once per many events
+    for _ in range(5):  # this runs the work that the journal does once for many events
         steps()
     early = calls(steps)
     while not side.side.bus.feeds["journal"].dropped:

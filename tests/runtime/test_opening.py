@@ -1,5 +1,3 @@
-"""A tier that opens slowly causes one warning with its stage, and no warning while the engine is idle."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -30,7 +28,7 @@ def logged() -> Iterator[list[dict[str, Any]]]:
 
 
 def held() -> ManualPortal:
-    """Return a portal whose disk thread is held."""
+    """Return a portal whose disk thread does not run."""
     portal = ManualPortal(FakeClock())
     portal.index.hold()
     return portal
@@ -56,21 +54,25 @@ def check(side: Side, lines: list[dict[str, Any]], tier: str, stage: str) -> Non
     side.close()
 
 
-def test_a_disk_whose_weights_are_being_read(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+def test_the_warning_says_that_the_weights_are_being_read(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
     check(Side(portal=held(), disk=tmp_path), logged, "disk", "identity of the weights")
 
 
-def test_a_disk_whose_folder_is_locked(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+def test_the_warning_says_that_the_folder_is_locked(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
     holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
     check(Side(portal=True, disk=tmp_path), logged, "disk", "lock of the folder")
     holder.close()
 
 
-def test_a_disk_whose_ranks_open_no_files(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+def test_the_warning_says_that_ranks_have_opened_no_files(
+    tmp_path: Path, logged: list[dict[str, Any]]
+) -> None:
     check(Side(portal=True, disk=tmp_path, opens_files=False), logged, "disk", "slot files of the ranks")
 
 
-def test_a_disk_whose_index_is_being_read(
+def test_the_warning_says_that_the_index_is_being_read(
     tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     portal = held()
@@ -81,22 +83,23 @@ def test_a_disk_whose_index_is_being_read(
     side.close()
 
 
-def test_a_store_that_is_not_reached(logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_warning_says_that_the_store_does_not_answer(
+    logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = FakeStore()
     store.fails = True
     monkeypatch.setattr("kvoffload.runtime.remote_catalog.open_store", lambda *_: store)
     check(Side(portal=True, remote=RemotePlace(NOWHERE, lambda: "print")), logged, "remote", "connection")
 
 
-def test_an_idle_engine_is_not_warned(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
-    """The engine steps once every ten minutes. A tier that opens within three of these steps is not slow."""
+def test_an_idle_engine_logs_no_warning(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
     side = Side(portal=held(), disk=tmp_path)
     steps(side, 30, each_s=600.0)
     assert warnings(logged) == []
     side.close()
 
 
-def test_a_disk_that_opened_or_failed_is_not_warned_of(
+def test_a_disk_that_opened_or_failed_causes_no_warning(
     tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = Side(portal=True, disk=tmp_path)
@@ -113,7 +116,7 @@ def test_a_disk_that_opened_or_failed_is_not_warned_of(
     assert warnings(logged) == []
 
 
-def test_a_disk_that_failed_while_its_folder_was_locked_is_not_warned_of(
+def test_a_disk_that_failed_while_its_folder_was_locked_causes_no_warning(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))

@@ -1,5 +1,3 @@
-"""The portal starts at its first use, can be closed once, survives a fork, and never keeps the process alive."""
-
 from __future__ import annotations
 
 import asyncio
@@ -38,7 +36,7 @@ async def forever(started: Future[None], ended: Future[None]) -> None:
         ended.set_result(None)
 
 
-def test_nothing_runs_before_the_first_use(portal: Portal) -> None:
+def test_the_portal_starts_no_thread_before_its_first_use(portal: Portal) -> None:
     threads = threading.active_count()
     assert not portal.is_alive
     assert threading.active_count() == threads
@@ -63,7 +61,7 @@ def test_cancelling_the_future_cancels_the_coroutine(portal: Portal) -> None:
     ended.result(PATIENCE_S)
 
 
-def test_close_cancels_waits_and_is_final(portal: Portal) -> None:
+def test_close_cancels_coroutines_waits_for_them_and_is_final(portal: Portal) -> None:
     begun, ended = Future[None](), Future[None]()
     future = portal.spawn(forever, begun, ended)
     begun.result(PATIENCE_S)
@@ -85,7 +83,7 @@ def test_a_sleeping_coroutine_without_references_is_not_collected(portal: Portal
     begun, ended = Future[None](), Future[None]()
     portal.spawn(forever, begun, ended)
     begun.result(PATIENCE_S)
-    portal.spawn(thread_name, "").result(PATIENCE_S)  # the thread now sleeps in its loop
+    portal.spawn(thread_name, "").result(PATIENCE_S)  # now the thread sleeps in its loop
     gc.collect()
     assert not ended.done()
     assert portal.close(PATIENCE_S)
@@ -105,18 +103,18 @@ def test_close_has_a_time_limit(portal: Portal) -> None:
     assert portal.close(PATIENCE_S)
 
 
-def test_close_from_the_loop_itself(portal: Portal) -> None:
+def test_close_can_be_called_on_the_loops_thread(portal: Portal) -> None:
     closed: Future[bool] = Future()
 
     async def close() -> None:
         closed.set_result(portal.close(PATIENCE_S))
 
     portal.spawn(close)
-    assert closed.result(PATIENCE_S) is False  # `close` cannot have succeeded while the call is pending
+    assert closed.result(PATIENCE_S) is False  # `close` must return False, because the call is still pending
     assert portal.close(PATIENCE_S)
 
 
-def test_closing_again_leaves_the_first_close_its_time(portal: Portal) -> None:
+def test_a_second_close_does_not_shorten_the_first(portal: Portal) -> None:
     begun, cleaning, cleaned = Future[None](), Future[None](), Future[None]()
     may_end: Future[asyncio.Event] = Future()
 
@@ -144,7 +142,6 @@ def test_closing_again_leaves_the_first_close_its_time(portal: Portal) -> None:
 
 
 def test_a_coroutine_started_before_close_ends_with_it(portal: Portal) -> None:
-    """A coroutine must run even if `close` comes between getting the loop and submitting the coroutine."""
     asked, closed = ThreadGate(), Future[bool]()
 
     class Slow(Portal):
@@ -164,11 +161,11 @@ def test_a_coroutine_started_before_close_ends_with_it(portal: Portal) -> None:
     assert wait_for([spawned.result(PATIENCE_S)], PATIENCE_S).done
 
 
-def test_closing_what_was_never_used() -> None:
+def test_an_unused_portal_can_be_closed() -> None:
     assert Portal("unused").close()
 
 
-def test_copies_run_beside_each_other_and_one_that_hangs_does_not_hold_up_the_next(portal: Portal) -> None:
+def test_copies_run_concurrently_and_a_hanging_copy_does_not_delay_the_next(portal: Portal) -> None:
     gate = ThreadGate()
     hanging = portal.executor.submit(gate.arrive)
     gate.wait_for_arrivals(1)
@@ -177,7 +174,7 @@ def test_copies_run_beside_each_other_and_one_that_hangs_does_not_hold_up_the_ne
     hanging.result(PATIENCE_S)
 
 
-def test_work_that_raises_fails_its_future_and_the_thread_goes_on() -> None:
+def test_work_that_raises_fails_its_future_and_the_thread_continues() -> None:
     executor = DaemonExecutor("one", 1)
     failing = executor.submit(int, "x")
     assert executor.submit(int, "1").result(PATIENCE_S) == 1
@@ -186,7 +183,7 @@ def test_work_that_raises_fails_its_future_and_the_thread_goes_on() -> None:
     executor.shutdown()
 
 
-def test_work_that_was_cancelled_is_not_done_and_queued_work_is_done_after_shutdown() -> None:
+def test_cancelled_work_is_skipped_and_queued_work_runs_after_shutdown() -> None:
     executor, gate, ran = DaemonExecutor("one", 1), ThreadGate(), list[int]()
     executor.submit(gate.arrive)
     gate.wait_for_arrivals(1)
@@ -209,7 +206,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_process_ends_although_a_copy_and_a_coroutine_do_not() -> None:
+def test_the_process_ends_although_a_copy_and_a_coroutine_still_run() -> None:
     code = """
 import asyncio, threading
 from kvoffload.runtime.portal import Portal
@@ -223,7 +220,7 @@ print("end")
     assert (ended.returncode, ended.stdout) == (0, "end\n")
 
 
-def test_a_forked_child_starts_afresh_and_the_parent_goes_on() -> None:
+def test_a_forked_child_has_its_own_portal_and_the_parent_continues() -> None:
     code = """
 import os, sys, threading
 from kvoffload.runtime.portal import Portal

@@ -1,5 +1,3 @@
-"""The time that prefilling adds to steps, with any other work and any number of steps in flight."""
-
 from __future__ import annotations
 
 import pytest
@@ -15,7 +13,7 @@ def duration(tokens: int) -> float:
 
 
 def play(rate: PrefillRate, steps: list[int], in_flight: int) -> None:
-    """Run steps that prefill these numbers of tokens. A step is scheduled when fewer than `in_flight` steps run."""
+    """Run steps that prefill these numbers of tokens, with up to `in_flight` steps scheduled ahead."""
     ends: list[float] = []
     now = 0.0
     for number, tokens in enumerate(steps):
@@ -35,13 +33,13 @@ def play(rate: PrefillRate, steps: list[int], in_flight: int) -> None:
         [0] * 5 + [50] * 200 + [0] * 5,
     ],
 )
-def test_what_decoding_takes_is_not_prefilling(in_flight: int, steps: list[int]) -> None:
+def test_the_time_of_decoding_does_not_count_as_prefill(in_flight: int, steps: list[int]) -> None:
     rate = PrefillRate(16)
     play(rate, steps, in_flight)
     assert rate.seconds_per_token == pytest.approx(PER_TOKEN_S, rel=0.01)
 
 
-def test_an_idle_engine_takes_no_time() -> None:
+def test_idle_time_does_not_count_as_prefill() -> None:
     rate = PrefillRate(16)
     rate.step(5.0, 100, 0.0)
     rate.idle(5.2)
@@ -51,7 +49,7 @@ def test_an_idle_engine_takes_no_time() -> None:
     assert rate.seconds_per_token == pytest.approx(0.002)
 
 
-def test_short_runs_count_only_until_there_is_a_long_one() -> None:
+def test_short_prefills_count_only_until_there_is_a_long_one() -> None:
     rate = PrefillRate(16)
     assert rate.seconds_per_token == 0
     rate.step(0.0, 4, 0.0)
@@ -63,10 +61,7 @@ def test_short_runs_count_only_until_there_is_a_long_one() -> None:
     assert rate.seconds_per_token == pytest.approx(0.001)
 
 
-def test_a_run_never_costs_nothing() -> None:
-    """Steps that only decode may take longer than usual, so that prefilling seems to take no time. The rate
-    stays positive.
-    """
+def test_the_prefill_rate_stays_positive() -> None:
     rate = PrefillRate(16)
     rate.step(0.0, 100, 5.0)
     rate.idle(1.0)
@@ -84,7 +79,7 @@ def test_a_clock_that_stands_still_measures_nothing() -> None:
     assert rate.seconds_per_token == pytest.approx(0.001)
 
 
-def test_of_three_runs_the_rate_is_that_of_the_middle_one() -> None:
+def test_the_rate_is_the_median_of_three_prefills() -> None:
     rate = PrefillRate(16)
     for took_s in (0.1, 0.3, 0.2):
         rate.step(1.0, 100, 0.0)

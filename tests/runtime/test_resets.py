@@ -1,5 +1,3 @@
-"""A reset's answer, its metric and its log agree on which copies are still running."""
-
 from __future__ import annotations
 
 import random
@@ -22,7 +20,7 @@ def draining(side: Side) -> float:
     return side.side.gauges()["kvoffload_reset_draining_jobs"][()]
 
 
-def test_a_reset_of_nothing_ends_at_once() -> None:
+def test_a_reset_without_open_copies_ends_at_once() -> None:
     side = Side()
     side.stored()
     reported = received(side)
@@ -45,7 +43,7 @@ def test_a_reset_ends_when_the_last_copy_has() -> None:
     assert side.side.reset() is True
 
 
-def test_copies_of_after_a_reset_are_not_waited_for() -> None:
+def test_a_reset_does_not_wait_for_later_copies() -> None:
     side = Side()
     load = loading(side)
     side.side.reset()
@@ -59,7 +57,7 @@ def test_copies_of_after_a_reset_are_not_waited_for() -> None:
     assert draining(side) == 0
 
 
-def test_a_copy_that_is_abandoned_is_not_waited_for() -> None:
+def test_a_reset_does_not_wait_for_an_abandoned_copy() -> None:
     side = Side()
     loading(side)
     reported = received(side)
@@ -72,7 +70,7 @@ def test_a_copy_that_is_abandoned_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_answer_metric_and_log_agree_at_any_time(seed: int) -> None:
+def test_a_resets_answer_metric_and_log_always_agree(seed: int) -> None:
     choose = random.Random(seed)
     side = Side(slots=20)
     reported = received(side)

@@ -1,5 +1,3 @@
-"""Tests the scheduler's side directly: time limits, waiting times, ages of pins, gauges, hook times, start and end."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -60,7 +58,7 @@ def test_an_engine_keeps_stepping_until_it_has_taken_the_answer_of_a_load() -> N
     assert side.side.take_answers() is NO_ANSWERS
 
 
-def test_a_lookup_may_wait_for_anothers_load_until_its_patience_ends() -> None:
+def test_a_lookup_waits_for_another_requests_load_until_the_time_limit() -> None:
     side = Side()
     loading(side)
     other = side.seen("b")
@@ -69,7 +67,7 @@ def test_a_lookup_may_wait_for_anothers_load_until_its_patience_ends() -> None:
     assert side.side.lookup(other, 0) is None
     side.clock.jump(0.1)
     assert side.side.lookup(other, 0) == RELOAD
-    side.allocated("b", RELOAD)  # The request's waiting time begins again.
+    side.allocated("b", RELOAD)  # the request starts to wait again
     side.done(side.step())
     side.step(("b", RELOAD), preempted=["b"])
     assert not side.side._deferred
@@ -77,7 +75,7 @@ def test_a_lookup_may_wait_for_anothers_load_until_its_patience_ends() -> None:
     side.ended("a")
 
 
-def test_a_request_that_ends_while_it_waits_leaves_nothing() -> None:
+def test_a_request_that_ends_while_waiting_leaves_no_state() -> None:
     side = Side()
     loading(side)
     assert side.side.lookup(side.seen("b"), 0) is None
@@ -100,7 +98,7 @@ def test_the_oldest_pin_is_reported_while_there_is_one() -> None:
     side.clock.jump(5)
     side.side.lookup(RequestId("b"), 0)
     assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first
-    side.allocated("a", RELOAD)  # The load's pins have the age of the lookup's pins.
+    side.allocated("a", RELOAD)  # the load's pins have the age of the lookup's pins
     plan = side.step()
     assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first
     side.done(plan)
@@ -129,7 +127,7 @@ def test_gauges_follow_slots_and_jobs() -> None:
     assert now["kvoffload_open_jobs"]["host", "load", "abandoned"] == 1
 
 
-def test_an_eviction_has_the_age_of_the_youngest_of_its_blocks_and_a_hit_its_length() -> None:
+def test_an_eviction_reports_its_most_recent_blocks_age_and_a_hit_its_length() -> None:
     side = Side(slots=6)
     side.stored("p")
     side.clock.jump(20.0)
@@ -137,7 +135,7 @@ def test_an_eviction_has_the_age_of_the_youngest_of_its_blocks_and_a_hit_its_len
     side.stored("q")
     side.clock.jump(70.0)
     side.step()
-    side.stored("r", blocks=4)  # evicts all of p, and a block of q
+    side.stored("r", blocks=4)  # this evicts all blocks of p, and one block of q
     snapshot = side.side.counters.snapshot()
     ages = snapshot.distributions["kvoffload_eviction_age_seconds"][()]
     assert (ages.samples, ages.total) == (1, 70.0)
@@ -147,7 +145,7 @@ def test_an_eviction_has_the_age_of_the_youngest_of_its_blocks_and_a_hit_its_len
     assert (hits.samples, hits.total) == (1, RELOAD)
 
 
-def test_what_leaves_the_host_for_another_reason_has_no_age() -> None:
+def test_blocks_removed_for_other_reasons_have_no_age() -> None:
     side = Side()
     side.stored()
     side.side.bus.publish(BlocksEvicted(3, EvictionCause.CORRUPT, 0.0))
@@ -179,7 +177,7 @@ def host_bytes(side: Side) -> dict[str, float]:
     return {labels[0]: number for labels, number in series.items()}
 
 
-def test_bytes_of_all_ranks_are_added_up_while_memory_is_made_ready() -> None:
+def test_the_bytes_of_all_ranks_are_summed_while_memory_becomes_ready() -> None:
     side = Side(ranks=2, slots=0)
     assert host_bytes(side) == {"wanted": 0, "reserved": 0, "used": 0}
     side.side.reported([report(0, ready=2, growing=True), report(1, ready=3, growing=True)])
@@ -190,7 +188,7 @@ def test_bytes_of_all_ranks_are_added_up_while_memory_is_made_ready() -> None:
     assert host_bytes(side)["used"] == 3 * 200
 
 
-def test_info_carries_versions_and_settings() -> None:
+def test_the_info_metric_has_versions_and_settings() -> None:
     side = Side(config=make_config(verify="sample", min_load_tokens="auto"))
     ((labels, number),) = side.side.gauges()["kvoffload_info"].items()
     assert number == 1
@@ -209,7 +207,7 @@ def hook_samples(side: Side) -> Counter[str]:
     return Counter({hook: one.samples for (hook,), one in series.items()})
 
 
-def test_each_hook_gives_one_sample_a_step() -> None:
+def test_each_hook_adds_one_sample_per_step() -> None:
     side = Side()
     side.stored()
     before = hook_samples(side)
@@ -226,7 +224,7 @@ def test_each_hook_gives_one_sample_a_step() -> None:
     assert hook_samples(side) - before == {**once, "step": 2, "reset": 1}
 
 
-def test_a_hooks_time_is_that_of_all_its_calls_also_of_one_that_raises(
+def test_a_hooks_time_includes_all_its_calls_even_one_that_raises(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     side = Side()
@@ -270,7 +268,7 @@ def test_events_follow_their_fact_in_order() -> None:
 # -- start and end ----------------------------------------------------------------------------------------------
 
 
-def test_checksums_are_refused_where_a_failed_load_is_not_recomputed() -> None:
+def test_checksums_are_refused_if_the_engine_does_not_recompute_failed_loads() -> None:
     shape = replace(SHAPE, promises=Promises(recovers_loads=False))
     with pytest.raises(ConfigError, match="verify is 'sample'"):
         SchedulerSide(shape, make_config(verify="sample"), Pool())

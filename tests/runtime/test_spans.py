@@ -1,5 +1,3 @@
-"""OpenTelemetry spans of an engine: contents, parents, times, and the cost of a bad collector."""
-
 from __future__ import annotations
 
 import random
@@ -163,7 +161,7 @@ def test_a_request_with_a_load_has_spans_from_its_lookup_to_its_end(traced: Trac
     assert all(span.status.status_code is StatusCode.UNSET for span in found)
 
 
-def test_the_engines_trace_goes_on(traced: Traced) -> None:
+def test_request_spans_continue_the_callers_trace(traced: Traced) -> None:
     side, _ = traced
     side.stored()  # this request has no parent span
     seen(side, "a")
@@ -181,7 +179,7 @@ def test_the_engines_trace_goes_on(traced: Traced) -> None:
     assert len({context.trace_id for context in traces if context}) == 3
 
 
-def test_a_store_has_its_queue_and_its_copy_and_evictions_have_spans_of_their_own(
+def test_a_store_has_spans_for_its_queue_and_copy_and_evictions_have_spans(
     make: Callable[..., Side],
 ) -> None:
     exporter = InMemorySpanExporter()
@@ -199,7 +197,7 @@ def test_a_store_has_its_queue_and_its_copy_and_evictions_have_spans_of_their_ow
 
 
 @pytest.mark.parametrize("steps", [1, 0])
-def test_a_first_token_is_an_event_of_its_request_while_that_lives(traced: Traced, steps: int) -> None:
+def test_a_first_token_is_an_event_of_its_requests_span(traced: Traced, steps: int) -> None:
     side, _ = traced
     side.side.seen(facts.RequestSeen(RequestId("a"), BLOCK, ((),)), lambda: True)
     side.side.lookup(RequestId("a"), 0)
@@ -236,7 +234,7 @@ def test_a_reset_is_a_span_without_length(traced: Traced) -> None:
     assert attributes(reset)["kvoffload.dropped_blocks"] == 3
 
 
-def test_what_is_open_at_the_end_is_sent_as_unfinished(traced: Traced) -> None:
+def test_open_spans_are_sent_as_unfinished_at_the_end(traced: Traced) -> None:
     side, exporter = traced
     seen(side, "a")
     reported = of_request(finished((side, exporter)), "a")
@@ -256,7 +254,7 @@ def test_no_key_is_in_any_span(traced: Traced) -> None:
         assert "secret-key-0" not in str(values)
 
 
-def test_the_resource_names_the_engine_and_heeds_the_environment(
+def test_the_resource_names_the_engine_and_follows_the_environment(
     make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exporter = InMemorySpanExporter()
@@ -277,7 +275,7 @@ def test_the_resource_names_the_engine_and_heeds_the_environment(
     assert ended.get_finished_spans()[0].resource.attributes["service.name"] == "kvoffload"
 
 
-def test_engines_that_seed_alike_name_their_spans_apart_and_draw_what_they_drew(
+def test_span_ids_are_unique_and_do_not_change_the_engines_random_numbers(
     make: Callable[..., Side],
 ) -> None:
     exporter = InMemorySpanExporter()
@@ -295,7 +293,7 @@ def test_engines_that_seed_alike_name_their_spans_apart_and_draw_what_they_drew(
     assert len(ids) == len(set(ids)) > 4
 
 
-def test_an_engine_may_be_followed_for_as_long_as_it_runs(
+def test_spans_do_not_accumulate_in_a_long_running_engine(
     traced: Traced, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(otel, "_REMEMBERED", 8)
@@ -319,9 +317,7 @@ def test_an_engine_may_be_followed_for_as_long_as_it_runs(
     side.close()
 
 
-def test_the_environments_sampler_is_heeded(
-    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_environments_sampler_is_used(make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     exporter = InMemorySpanExporter()
     side = make(exporter)
@@ -342,7 +338,7 @@ class Failing(InMemorySpanExporter):
 
 
 def work(side: Side) -> list[object]:
-    """Play some requests; return the facts that they publish."""
+    """Run some requests; return the facts that they publish."""
     side.stored()
     received: list[object] = []
     for number in range(20):
@@ -358,7 +354,7 @@ def work(side: Side) -> list[object]:
     return received
 
 
-def test_batches_that_are_not_taken_are_counted_and_said_once(
+def test_refused_batches_are_counted_and_logged_once(
     make: Callable[..., Side], caplog: pytest.LogCaptureFixture
 ) -> None:
     side = make(Failing())
@@ -368,7 +364,7 @@ def test_batches_that_are_not_taken_are_counted_and_said_once(
     assert caplog.text.count("spans_not_sent") == 1
 
 
-def test_an_exporter_that_blocks_changes_nothing_and_what_does_not_fit_is_counted(
+def test_a_blocking_exporter_changes_nothing_and_dropped_spans_are_counted(
     make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = spans.SpanObserver.subscribe
@@ -399,7 +395,7 @@ def test_an_exporter_that_blocks_changes_nothing_and_what_does_not_fit_is_counte
     assert attributes(of_request(found, "late")["request"])["kvoffload.end"] == "ended"
 
 
-def test_a_collector_is_not_waited_for_long_at_the_end(make: Callable[..., Side]) -> None:
+def test_shutdown_waits_only_briefly_for_a_collector(make: Callable[..., Side]) -> None:
     side = make(InMemorySpanExporter())
     executor(side)._held = True
     side.stored()
@@ -426,13 +422,13 @@ def test_the_environment_names_the_protocol(
     exporter.shutdown()
 
 
-def test_a_protocol_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "carrier-pigeon")
     with pytest.raises(ConfigError, match="carrier-pigeon"):
         spans.make_exporter(URL)
 
 
-def test_without_the_packages_a_collector_is_refused_if_the_settings_name_it_and_else_ignored(
+def test_without_the_packages_a_configured_collector_is_refused_and_the_environments_is_ignored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = make_config(otlp_endpoint=URL)
@@ -448,7 +444,7 @@ def test_without_the_packages_a_collector_is_refused_if_the_settings_name_it_and
     assert Side(config=make_config()).side.observation.spans is None
 
 
-def test_the_environment_names_a_collector_where_the_settings_name_none(
+def test_the_environments_collector_is_used_if_the_settings_name_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[str] = []
@@ -485,7 +481,7 @@ class Collector(BaseHTTPRequestHandler):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_collector_gets_them_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_receives_spans_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_SDK_DISABLED"):
         monkeypatch.delenv(name, raising=False)
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
@@ -502,7 +498,7 @@ def test_a_collector_gets_them_over_http(monkeypatch: pytest.MonkeyPatch) -> Non
     assert side.side.counters.snapshot().total("kvoffload_span_export_errors_total") == 0
 
 
-def test_nothing_is_watched_without_being_asked_for() -> None:
+def test_without_a_collector_no_spans_are_recorded() -> None:
     side = Side(portal=True)
     assert "spans" not in side.side.bus.feeds
     side.close()

@@ -1,5 +1,3 @@
-"""Measures how much longer steps take while copies run."""
-
 from __future__ import annotations
 
 import pytest
@@ -16,7 +14,7 @@ def steps(times: StepTimes, seconds: float, copies: Copies = (), tokens: int = 4
         times.observe(seconds, tokens, copies)
 
 
-def test_steps_of_like_size_are_compared() -> None:
+def test_only_steps_of_similar_size_are_compared() -> None:
     times = StepTimes()
     steps(times, 0.010, tokens=4)
     steps(times, 0.040, tokens=64)
@@ -27,20 +25,20 @@ def test_steps_of_like_size_are_compared() -> None:
     assert times.slowdown(LOADS) == times.slowdown(BOTH) == 0
 
 
-def test_nothing_is_known_of_a_size_that_never_ran_without_copies() -> None:
+def test_a_step_size_that_never_ran_without_copies_has_no_estimate() -> None:
     times = StepTimes()
     steps(times, 0.010, LOADS)
     assert times.usual_s(4) == times.slowdown(LOADS) == 0
 
 
-def test_faster_steps_are_no_benefit() -> None:
+def test_faster_steps_during_copies_do_not_count_as_a_benefit() -> None:
     times = StepTimes()
     steps(times, 0.010)
     steps(times, 0.008, BOTH)
     assert times.slowdown(BOTH) == 0
 
 
-def test_a_stall_says_little() -> None:
+def test_a_single_stall_changes_the_estimate_little() -> None:
     times = StepTimes()
     steps(times, 0.010)
     steps(times, 60.0, LOADS, count=1)
@@ -49,7 +47,7 @@ def test_a_stall_says_little() -> None:
     assert times.usual_s(4) < 0.0125
 
 
-def test_a_first_step_that_compiled_is_forgotten_at_once() -> None:
+def test_a_slow_first_step_is_soon_forgotten() -> None:
     times = StepTimes()
     steps(times, 3.0, count=1)
     steps(times, 0.010, count=1)
@@ -57,14 +55,14 @@ def test_a_first_step_that_compiled_is_forgotten_at_once() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e-9])
-def test_steps_that_were_scheduled_at_once_say_little(seconds: float) -> None:
+def test_steps_scheduled_back_to_back_change_the_estimate_little(seconds: float) -> None:
     times = StepTimes()
     steps(times, 0.010)
     steps(times, seconds, count=1)
     assert times.usual_s(4) >= 0.0095
 
 
-def test_steps_of_any_size_have_their_place() -> None:
+def test_steps_of_every_size_are_measured() -> None:
     times = StepTimes()
     steps(times, 0.010, tokens=1)
     steps(times, 0.020, tokens=1 << 40)

@@ -1,4 +1,4 @@
-"""Each call inside the core raises once, on a real scheduler side (R12)."""
+"""Makes each call inside the core raise once, on a real scheduler side (R12)."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ WORLDS: dict[str, Callable[[], SideWorld]] = {
 
 @pytest.fixture(autouse=True)
 def no_logs() -> Iterator[None]:
-    """Drop the hundreds of tracebacks; the tests of single faults check what is logged."""
+    """Drop log lines, because these tests would print hundreds of tracebacks."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
 
 
 def live(world: SideWorld) -> None:
-    """Run requests and faults of every kind, whatever the core answers."""
+    """Run requests, and cause faults of every kind."""
     fill(world, "first")
     a_shared_load_and_an_abort(world)
     for end in (FAILED, CORRUPT, None):
@@ -48,9 +48,9 @@ def live(world: SideWorld) -> None:
 
 
 def fill(world: SideWorld, name: str) -> None:
-    """Store TEXT on the host and remove it from the device.
+    """Store TEXT on the host, and remove it from the device.
 
-    A lazy planner stores the text only after other requests have taken device blocks.
+    The lazy planner stores TEXT only after other requests have taken device blocks.
     """
     world.serve_again(name, TEXT)
     for number in range(4 if world.config.store_policy == "lazy" else 0):
@@ -77,7 +77,7 @@ def a_shared_load_and_an_abort(world: SideWorld) -> None:
 
 
 def copies_that_end_badly(world: SideWorld, end: CopyOutcome | None) -> None:
-    """Let a load and a store fail or hang. Preempt the storing request, and abort the loading one."""
+    """Let a load and a store fail or hang. Preempt the request that stores, and abort the request that loads."""
     fill(world, f"fills{end}")
     for name in (f"again{end}", f"leaves{end}"):
         world.add(name, TEXT)
@@ -136,7 +136,7 @@ def trial(make: Callable[[], SideWorld], place: Place) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_the_life_is_one_without_a_fault(name: str) -> None:
+def test_without_an_injected_fault_nothing_goes_wrong(name: str) -> None:
     world = WORLDS[name]()
     live(world)
     assert world.problems_at_end() == []

@@ -1,5 +1,3 @@
-"""One rank's side: host memory, the transfer coroutine, and a shutdown that waits for started copies."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -41,7 +39,7 @@ class Side:
         self._jobs = 0
 
     def registered(self) -> Side:
-        assert self.side.register(self.device.layout) == 10  # half of the bytes belong to the other rank
+        assert self.side.register(self.device.layout) == 10  # the other rank has half of the bytes
         self.portal.advance()
         return self
 
@@ -64,7 +62,7 @@ def made() -> Iterator[Side]:
     side.portal.close()
 
 
-def test_the_start_logs_what_was_chosen_and_how_many_times_the_device_that_is() -> None:
+def test_the_start_logs_the_host_size_and_its_ratio_to_the_device() -> None:
     portal = ManualPortal(FakeClock())
     config = OffloadConfig(host_bytes=28 * SLOT_BYTES, store_policy="lazy")
     with capture_logs() as logged:
@@ -77,16 +75,16 @@ def test_the_start_logs_what_was_chosen_and_how_many_times_the_device_that_is() 
         "event": "worker_registered",
         "log_level": "info",
         "rank": 1,
-        "host_bytes": "2.6 KiB",  # memory of both ranks
+        "host_bytes": "2.6 KiB",  # the memory for both ranks
         "slots": 14,
         "slot_bytes": SLOT_BYTES,
-        "times_device": 2.0,  # the device has 7 blocks
+        "times_device": 2.0,  # the device has 7 blocks, so this allows 14 slots
         "store_policy": "lazy",
         "verify": "off",
     }
 
 
-def test_memory_is_made_ready_in_the_background_and_reported(
+def test_host_memory_becomes_ready_in_the_background_and_is_reported(
     made: Side, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -101,7 +99,7 @@ def test_memory_is_made_ready_in_the_background_and_reported(
     assert "host_memory_ready rank=1 gib=0.0 blocks=10 seconds=0.0" in caplog.text
 
 
-def test_a_block_in_several_pieces_is_refused_where_one_was_asked_for(made: Side) -> None:
+def test_a_block_in_several_pieces_is_refused_if_the_layout_must_be_contiguous(made: Side) -> None:
     config = OffloadConfig(host_bytes=2**20, layout="blocks")
     side = WorkerSide(Rank(0), 1, config, made.portal, clock=made.clock, copier=made.copier)
     with pytest.raises(
@@ -112,7 +110,7 @@ def test_a_block_in_several_pieces_is_refused_where_one_was_asked_for(made: Side
     side.close()
 
 
-def test_a_plan_is_copied_there_and_back(made: Side) -> None:
+def test_a_plans_blocks_are_stored_and_loaded_back(made: Side) -> None:
     made.registered()
     before = made.device.read(1)
     store = made.plan(Direction.STORE, slot=3, block=1)
@@ -157,18 +155,18 @@ def test_close_abandons_a_copy_that_never_ends_and_keeps_its_memory(made: Side) 
     assert pump._arena.ready_slots == 10
 
 
-def test_close_while_memory_is_being_made_ready(made: Side) -> None:
+def test_close_works_while_memory_becomes_ready(made: Side) -> None:
     made.side.register(made.device.layout)
     made.side.close()
     assert made.copier.is_closed
 
 
-def test_close_before_anything_was_registered(made: Side) -> None:
+def test_close_works_before_memory_was_registered(made: Side) -> None:
     made.side.close()
     assert not made.copier.is_closed
 
 
-def test_a_copier_that_cannot_be_closed_does_not_stop_the_engine_from_closing(
+def test_the_engine_closes_even_if_its_copier_cannot(
     made: Side, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse() -> None:
@@ -180,7 +178,7 @@ def test_a_copier_that_cannot_be_closed_does_not_stop_the_engine_from_closing(
     assert "worker_not_closed rank=1" in caplog.text
 
 
-def test_a_normal_end_says_nothing(
+def test_a_normal_end_logs_nothing(
     made: Side, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made.registered()
@@ -189,14 +187,15 @@ def test_a_normal_end_says_nothing(
     assert "".join(capsys.readouterr()) == ""
 
 
-def test_a_portal_whose_thread_is_gone_is_noticed(made: Side) -> None:
+def test_the_end_of_the_portals_thread_is_noticed(made: Side) -> None:
     made.registered()
     made.side.start_loads(made.plan(Direction.LOAD))
     made.side.start_stores(made.plan(Direction.STORE, slot=1))
     made.portal.is_dead = True
-    assert made.outcomes() == {2: CopyOutcome.FAILED}  # this copy has not been started, and never will be
+    assert made.outcomes() == {2: CopyOutcome.FAILED}  # the copy of this job has not started, and never will
     made.copier.release()
-    assert made.outcomes() == {1: CopyOutcome.DONE}  # this copy was started, so its end is still noticed
+    # The copy of this job had started, so the pump notices its end.
+    assert made.outcomes() == {1: CopyOutcome.DONE}
     made.portal.is_dead = False
 
 
@@ -210,7 +209,7 @@ def test_copies_on_a_lost_portal_are_drained_on_another(made: Side) -> None:
     made.portal.is_dead = False
 
 
-def test_a_coroutine_that_ends_is_noticed(made: Side) -> None:
+def test_the_end_of_the_transfer_coroutine_is_noticed(made: Side) -> None:
     made.registered()
     pump = made.side.pump
     made.side._tasks[1].cancel()
@@ -221,20 +220,19 @@ def test_a_coroutine_that_ends_is_noticed(made: Side) -> None:
 
 
 @pytest.mark.parametrize(("host_bytes", "problem"), [(SLOT_BYTES - 1, "below one block"), (2**60, "above")])
-def test_host_bytes_that_cannot_be_are_refused(host_bytes: int, problem: str) -> None:
+def test_invalid_host_bytes_are_refused(host_bytes: int, problem: str) -> None:
     portal = Portal("test")
     side = WorkerSide(Rank(0), 1, OffloadConfig(host_bytes=host_bytes), portal)
     with pytest.raises(ConfigError, match=problem):
         side.register(DEVICE.layout)
-    assert not portal.is_alive  # no thread was started for the job
+    assert not portal.is_alive  # no thread was started to run the job
     side.close()
 
 
 @pytest.mark.parametrize(("rank", "refused"), [(0, True), (1, False), (4, True), (7, False)])
-def test_the_first_rank_of_a_machine_answers_for_its_others(
+def test_the_first_rank_of_each_machine_checks_the_memory_for_all_its_ranks(
     rank: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Check eight ranks on two machines, each of which has memory for three ranks."""
     left = f"MemAvailable: {3 * 4 * 1024} kB\n"
     on_machine = partial(slots_for, read={"/proc/meminfo": left}.get)
     monkeypatch.setattr("kvoffload.runtime.worker_side.slots_for", on_machine)

@@ -35,7 +35,7 @@ TIERS = (
 
 
 def explored(states: int) -> Rows:
-    """Explore each world up to this number of states; return the states, the transitions and the depth."""
+    """Explore each world up to this many states; list its numbers of states and transitions, and its depth."""
     # Each world runs in its own process, so that the memory of its states is freed at the end.
     with multiprocessing.Pool(maxtasksperchild=1) as pool:
         found = pool.map(partial(_explored, states), WORLDS, chunksize=1)

@@ -1,4 +1,7 @@
-"""`make simulate`: runs seeds, and prints how to reproduce each failure. The last line is `seeds N, failures N`."""
+"""`make simulate`: runs seeds, and prints how to reproduce each failure.
+
+The last line is `seeds N, failures N`.
+"""
 
 from __future__ import annotations
 

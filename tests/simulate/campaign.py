@@ -16,14 +16,15 @@ import torch
 from tests.simulate.simulation import Simulation, simulate
 
 _PATIENCE_S = (
-    60  # processor seconds for one seed, so that an endless loop in our code does not block the other seeds
+    # A seed may use this many seconds of processor time, so that an endless loop does not block the campaign.
+    60
 )
 
 Play = Callable[[int], Simulation]
 
 
 class Endless(BaseException):
-    """Raised anywhere when a seed takes too long. Code under test catches every `Exception`, so this is not one."""
+    """Raised when a seed takes too long. Code under test catches an `Exception`, but not this error."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Result:
 
     Args:
         seed: the seed.
-        problem: the error, None if there was none.
+        problem: the error; None if there was none.
         trace: the traceback.
         numbers: how often each event occurred in the run, by event name.
     """
@@ -73,7 +74,7 @@ def keep_journal(seed: int, folder: Path) -> tuple[Path, Result]:
 
 def _start() -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C and ends this one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C and ends this process
 
 
 def _numbers(world: Simulation) -> Counter[str]:

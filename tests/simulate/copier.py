@@ -49,7 +49,7 @@ class Odds:
 
 
 class ChaosTicket:
-    """One batch. The loop's timers copy the bytes and end the batch, as chosen at the submission."""
+    """One batch. Timers copy its bytes and end the batch, at times chosen when the batch is submitted."""
 
     def __init__(self, copier: ChaosCopier, direction: Direction, runs: CopyRuns) -> None:
         self._copier = copier
@@ -86,7 +86,7 @@ class ChaosCopier:
     """Copies bytes in host memory, with faults.
 
     Args:
-        loop: its timers copy bytes and end batches.
+        loop: runs the timers that copy bytes and end batches.
         draws: the random numbers.
         odds: the probabilities of faults.
         switch: called in each method, where another thread could run.
@@ -129,7 +129,7 @@ class ChaosCopier:
         """Do nothing: a fake copier has no resources."""
 
     def release(self) -> None:
-        """End hanging copies and cause no more faults: the run is over."""
+        """End hanging copies, and cause no more faults, because the run is over."""
         self.odds = Odds()
         self.is_dead = False
         self._hung.clear()
@@ -144,7 +144,7 @@ class ChaosCopier:
             ticket.end(TicketState.FAILED)
 
     def _begin(self, ticket: ChaosTicket) -> None:
-        """Choose at random when the batch's bytes are copied, and when and how the batch ends."""
+        """Choose when the batch's bytes are copied, when the batch ends, and how."""
         odds, draws, direction = self.odds, self._draws, ticket.direction
         fate = self._fate()
         seconds = draws.uniform(0, odds.usual_s) * draws.random()

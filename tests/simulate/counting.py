@@ -1,11 +1,11 @@
-"""A model that detects every wrong byte: each KV cell contains a number computed from all tokens up to its
-own.
+"""A model that detects every wrong byte: each KV cell contains a number computed from all tokens up to the
+cell's token.
 
-A token's number depends on the tokens before it and the weights' version. The cells written for it differ
-between groups and tensors, and so between ranks. A step reads every cell that its tokens attend to from the
-engine's real blocks, checks it, and computes the new token from all of them. In a recurrent state, every cell
-of a block contains the last token's number plus the cell's index. A step reads the previous state, and passes
-an error in that state on to the next state.
+A token's number depends on the tokens before it and on the weights' version. The cells written for a token
+differ between groups and tensors, and so between ranks. A step reads every cell that its tokens attend to
+from the engine's real blocks, checks the cell, and computes the new token from all cells. In a recurrent
+state, every cell of a block contains the last token's number plus the cell's index. A step reads the previous
+state, and passes an error in that state on to the next state.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 VOCABULARY = 2**31 - 1
 _MASK = 2**64 - 1
-_ODD = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits, which maps neighbouring numbers far apart
+# The golden ratio in 64 bits; multiplying by it maps neighbouring numbers far apart.
+_ODD = 0x9E3779B97F4A7C15
 
 Numbers = "NDArray[np.uint64]"
 
 
 def chain(tokens: Sequence[int], weights: int, known: Sequence[int] = ()) -> list[int]:
-    """Return one number per token, computed from the token and all tokens before it. Continue `known`, if given."""
+    """Return one number per token, computed from it and all tokens before it. Continue `known`, if given."""
     found = list(known)
     last = found[-1] if found else (weights + 1) * _ODD & _MASK
     for token in tokens[len(found) :]:
@@ -48,12 +49,12 @@ def chain(tokens: Sequence[int], weights: int, known: Sequence[int] = ()) -> lis
 
 
 def cells(numbers: NDArray[np.uint64], tensor: int, group: int) -> NDArray[np.uint64]:
-    """Return the cells of a tensor for tokens with these numbers, in one group."""
+    """Return a tensor's cells for the tokens with these numbers."""
     return numbers * np.uint64(2 * (tensor * 16 + group) + 1)
 
 
 def state(number: int, tensor: int, group: int, size: int) -> NDArray[np.uint64]:
-    """Return a tensor's block that contains the state after a token with this number; zeros before the first token."""
+    """Return a tensor's block with the state after the token with this number; 0 means no token yet."""
     return cells(np.array([number], np.uint64), tensor, group) + np.arange(size).astype(np.uint64)
 
 
@@ -79,7 +80,7 @@ class CountingRunner(Runner):
     """Replaces the transformer, and records every cell with a wrong value in `wrong`.
 
     Args:
-        computing: called once per step, to let time pass.
+        computing: called once per step to let time pass.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class CountingRunner(Runner):
         for group in self._recurrent:
             table = chunk.request.tables[group.index]
             write = table[(chunk.end - 1) // self._size]
-            # within a block, the state is updated in place
+            # within a block, a step updates the state in place
             read = write if chunk.start % self._size else table[chunk.start // self._size - 1]
             for tensor, pages in enumerate(self._pages):
                 new, wrong = state(numbers[chunk.end - 1], tensor, group.index, self._size), np.uint64(0)
@@ -150,7 +151,7 @@ class CountingRunner(Runner):
         return total
 
     def _read(self, chunk: Chunk) -> int:
-        """Read the cells that the chunk's tokens attend to; return the resulting number for the last token."""
+        """Read the cells that the chunk attends to; compute and return the last token's number from them."""
         numbers = np.array(self._numbers[chunk.request][: chunk.end], np.uint64)
         total = 0
         for group in self._attention:

@@ -1,7 +1,6 @@
 """A disk with random faults, and the threads that use it. The files are real, but calls take simulated time.
 
-    loop ──resume──▶ a thread runs up to its next call on the disk ──park──▶ loop ──a timer──▶ the call, and
-        on
+    loop ──resume──▶ a thread runs up to its next disk call ──park──▶ loop ──a timer──▶ the call, and on
 
 Only one thread runs at a time, so that runs are reproducible. The engine's own thread must not call the disk.
 """
@@ -42,11 +41,11 @@ class DiskOdds:
     """The probabilities of the disk's faults. Times are in seconds.
 
     Args:
-        error: a part is done, and the call reports an error.
-        full: nothing is done, and the call reports a full disk.
-        short: a part is done, and the call reports this.
+        error: the call does a part of its work, and reports an error.
+        full: the call does nothing, and reports a full disk.
+        short: the call does a part of its work, and reports how much.
         flip: a wrong bit is written or read.
-        lost: nothing is done, and the call reports success.
+        lost: the call does nothing, and reports success.
         hang: the call returns when the run is over.
         usual_s: the longest time of a call that does not hang.
     """
@@ -61,15 +60,15 @@ class DiskOdds:
 
 
 class Killed(BaseException):
-    """Raised in a thread that waits for the disk when its process is killed."""
+    """Raised in a thread that waits for the disk when the thread's process is killed."""
 
 
 class SimThread:
-    """A thread that runs only while the loop's thread waits for it to pause.
+    """A thread that runs only while the loop's thread waits for this thread to pause.
 
     Args:
         loop: its timers resume the thread.
-        ended: called when a piece of work has ended.
+        ended: called at the end of each piece of work.
         owner: the thread's executor.
     """
 
@@ -109,7 +108,7 @@ class SimThread:
         self.timer = self._loop.call_later(seconds, self.resume)
 
     def resume(self) -> None:
-        """Let this thread run until its next call or the end of its work. Called on the loop's thread."""
+        """Let this thread run until its next call or the end of its work. Called only by the loop."""
         if self.timer is not None:
             self.timer.cancel()
         self.timer = None
@@ -119,7 +118,7 @@ class SimThread:
             self._ended()
 
     def park(self, seconds: float | None) -> None:
-        """Wait for some seconds; None means forever. Called on this thread."""
+        """Wait for some seconds, or forever if None. Called only by this thread."""
         if seconds is not None:
             self.timer = self._loop.call_later(seconds, self.resume)
         self._back.release()
@@ -128,7 +127,7 @@ class SimThread:
             raise Killed
 
     def kill(self) -> None:
-        """End this thread while it waits. Called on the loop's thread."""
+        """End this thread while it waits. Called only by the loop."""
         if not self._is_killed:
             self._is_killed = True
             if self._thread is not None:
@@ -152,7 +151,7 @@ class SimThread:
 
 
 class SimExecutor(Executor):
-    """Several `SimThread`s with a common queue of work.
+    """Several `SimThread`s with one queue of work.
 
     Args:
         loop, draws: determine when queued work begins.
@@ -215,7 +214,7 @@ class _Waited(Future[Any]):
 
 
 def _drive(loop: SimLoop, threads: Sequence[SimThread], future: Future[Any], timeout: float | None) -> None:
-    """Let time pass only for these threads until their work is done, as when the engine's thread waits for them."""
+    """Let time pass for these threads until their work is done, as if the engine's thread waited."""
     until = loop.now + (1e9 if timeout is None else timeout)
     while not future.done():
         timers = [thread for thread in threads if thread.timer is not None]
@@ -228,10 +227,11 @@ def _drive(loop: SimLoop, threads: Sequence[SimThread], future: Future[Any], tim
 
 
 class DiskPortal(SimPortal):
-    """The portal of one of several engines on a common loop. Closing or killing it ends only its own tasks.
+    """The portal of one of several engines that share a loop. Closing or killing this portal ends only its
+    own tasks.
 
     Args:
-        loop: the common loop.
+        loop: the shared loop.
         draws: determine when work on threads begins.
         problems: receives exceptions of work.
     """
@@ -367,7 +367,7 @@ class SimDisk(RecordedOs):
     # -- what becomes of it ---------------------------------------------------------------------------------------
 
     def process_dies(self) -> None:
-        """Close and unlock the process's files, as its death does."""
+        """Close and unlock the process's files, as the end of the process would."""
         for descriptor in list(self._open_files):
             self.close(descriptor)
 
@@ -402,7 +402,12 @@ class SimDisk(RecordedOs):
         data[self._draws.randrange(len(data))] ^= 1 << self._draws.randrange(8)
 
     def _wait(self, fates: Sequence[str], *, does_part: bool = False) -> str:
-        """Let a call take its time; return its outcome. Raise on an error, unless the caller must first do a part."""
+        """Let a call take its time; return the call's outcome.
+
+        Raises:
+            OSError: the disk is gone or full, or the call fails. With `does_part`, a failure is returned
+                instead.
+        """
         thread = SimThread.current()
         assert thread is not None, "the engine's thread calls the disk"
         fate = self._fate((*fates, "hang"))
@@ -424,7 +429,7 @@ class SimDisk(RecordedOs):
         return "done"
 
     def heals(self) -> None:
-        """Cause no more faults: the run is over."""
+        """Cause no more faults, because the run is over."""
         self._odds = DiskOdds()
 
 

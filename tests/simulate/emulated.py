@@ -1,8 +1,8 @@
-"""Simulations with the shipped CUDA copier on the emulated driver, instead of the fake copier.
+"""Simulations in which the shipped CUDA copier runs on the emulated driver, instead of the fake copier.
 
 The emulator treats the engine's KV memory as device memory. The loop's timers run operations in a random
-order, so that bytes are copied at any time between submission and end. With the counting model, a wrong byte
-leads to a wrong token.
+order, so that bytes are copied at any time between the submission and the end of a copy. With the counting
+model, a wrong byte leads to a wrong token.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class EmulatedTicket(ChaosTicket):
 
 
 class EmulatedCopier(ChaosCopier):
-    """The copier of one rank. Of the faults in `odds`, it causes refusals (also partial ones), failing
-    queries and hangs.
+    """The copier of one rank. It causes three faults of `odds`: refusals, which may be partial, failing
+    queries, and hanging copies.
     """
 
     emulator: ClassVar[Emulator]
@@ -99,7 +99,7 @@ class EmulatedCopier(ChaosCopier):
         self.emulator.step()
 
     def _run_on(self, seconds: float) -> None:
-        """Run a few operations after this delay, and repeat until none is left."""
+        """Run a few operations after this delay; repeat until no operation is left."""
 
         def run() -> None:
             count = self._draws.randint(1, 8)

@@ -1,4 +1,4 @@
-"""An event loop with simulated time and a random order of callbacks. Runs are reproducible from a seed."""
+"""An event loop with simulated time and a random order of callbacks. A run can be repeated from its seed."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LONGEST_S = 1000.0  # many times as long as the longest run
+_LONGEST_S = 1000.0  # many times longer than the longest run
 
 
 class Stuck(Exception):
-    """Raised when a task waits but no callback or timer is left, as with a hung request."""
+    """Raised when a task waits but no callback or timer is left, for example for a request that hangs."""
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """Runs ready callbacks; when there are none, time jumps to the next timer. No selector, thread or real
-    clock is used.
+    """Runs ready callbacks. If no callback is ready, time jumps to the next timer.
+
+    The loop uses no selector, thread or real clock.
 
     Args:
         draws: shuffles the callbacks that are ready at the same time; None keeps asyncio's order.
@@ -43,7 +44,7 @@ class SimLoop(asyncio.BaseEventLoop):
         return self.now
 
     def jump(self, seconds: float) -> None:
-        """Advance time without running callbacks, as when the loop's thread is busy."""
+        """Advance time without running callbacks, as if the loop's thread were busy."""
         self.now += seconds
 
     def _run_once(self) -> None:
@@ -74,7 +75,7 @@ class SimLoop(asyncio.BaseEventLoop):
         """Do nothing: no thread sleeps in a system call."""
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing: cancelled timers are dropped when their time comes."""
+        """Do nothing: the loop drops cancelled timers when their time comes."""
 
 
 def _pop(timers: list[asyncio.TimerHandle]) -> asyncio.TimerHandle:
@@ -128,7 +129,7 @@ class SimPortal(Portal):
 
 
 class _Spawned(TaskFuture):
-    """A future that runs the loop when code outside the loop waits for the future."""
+    """The future of a task. Waiting for the future from outside the loop runs the loop."""
 
     def __init__(self, loop: SimLoop, task: asyncio.Task[Any]) -> None:
         super().__init__(task)

@@ -1,4 +1,4 @@
-"""The random choices of a seed: the engine, the host, the copiers, the traffic and the faults."""
+"""The random choices of one seed: the engine, the host, the copiers, the traffic and the faults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.simulate.counting import VOCABULARY
 from tests.simulate.disk import DISK_TROUBLES, DiskOdds
 from tests.simulate.store import STORE_TROUBLES, StoreOdds
 
-LONGEST = 32  # the maximum number of tokens of a request, including new ones
+LONGEST = 32  # the maximum number of tokens of a request, including generated tokens
 _CELL_BYTES = 8
 
 TROUBLES: dict[str, dict[str, float]] = {
@@ -36,7 +36,7 @@ class Scenario:
         engine: the engine's configuration, including the plugin's.
         odds: the odds of each rank's copier.
         conversations: the total number of conversations.
-        bases: the common beginnings of the conversations' prompts.
+        bases: the beginnings of prompts that conversations share.
         abort: the probability that a turn is aborted.
         cold: the probability that a turn comes late.
         forgets: the probability that the device's prefix cache is reset before a late turn, if no request
@@ -85,7 +85,7 @@ class Scenario:
         return "break" in self.acts
 
     def draws(self, what: str) -> random.Random:
-        """Return random numbers for one purpose, independent of those for all other purposes."""
+        """Return random numbers for this purpose, independent of the numbers for other purposes."""
         return random.Random(f"{self.seed} {what}")
 
 
@@ -195,7 +195,7 @@ def _engine(draws: random.Random, ranks: int, timeout_s: float, acts: tuple[str,
     sized = replace(shape, num_blocks=capacity.pool_blocks(1) + spare)
     settings = _plugin(draws, shape, timeout_s)
     if "corrupt" in acts:
-        # checking only a sample could miss the corruption, which would lead to a wrong token
+        # a sample of checksums could miss the corruption, and a token would be wrong
         settings["verify"] = "full"
     return with_plugin(sized, settings)
 
@@ -216,7 +216,8 @@ def _model(draws: random.Random, block_tokens: int, tensors: int) -> ModelConfig
 def _with_recurrence(scenario: Scenario) -> Scenario:
     """Return the scenario with recurrent layers.
 
-    The device's cache is reset more often; otherwise most of the few states would be found on the device.
+    The device's cache is reset more often. Otherwise, lookups would find most of the few states on the
+    device.
     """
     draws, config = scenario.draws("recurrence"), scenario.engine
     local = draws.randint(1, 2)
@@ -245,7 +246,7 @@ def _plugin(draws: random.Random, shape: EngineConfig, timeout_s: float) -> dict
 def _block_bytes(shape: EngineConfig) -> int:
     """Return a block's bytes, summed over all ranks.
 
-    Each rank has as much host memory as the rank with the most tensors needs.
+    Each rank counts with the bytes of the rank that has the most tensors.
     """
     most_tensors = -(-shape.model.layers_per_group // shape.ranks)
     return shape.ranks * most_tensors * shape.block_tokens * _CELL_BYTES

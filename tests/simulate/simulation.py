@@ -1,4 +1,4 @@
-"""One seed: engine, plugin, coroutines, observers and clients run on one loop, and the invariants are checked."""
+"""Runs one seed: engine, plugin, coroutines, observers and clients share one loop. Checks the invariants."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvoffload.model.ids import Rank
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_MOST_STEPS = 4_000  # many times as many as the longest run has
+_MOST_STEPS = 4_000  # many times more than the longest run has
 _MOST_LAST_STEPS = 60
 _BASE_TOKENS = 20
 _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -56,10 +56,10 @@ class Simulation:
     Args:
         scenario: the scenario.
         keep: receives every line of a complete journal.
-        folder: folder for the journal's file, if the scenario has one.
+        folder: the folder for the journal's file, if the scenario has a journal.
         copier: the class of each rank's copier.
-        disk, store: the lower tiers, or None. If either is given, engines are killed, and later engines start
-            with the tier's contents.
+        disk, store: the lower tiers, or None. If there is a lower tier, engines are killed, and later engines
+            start with the tier's contents.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Simulation:
         self.is_open, self._is_up, self._is_dying = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._reading: dict[asyncio.Task[None], None] = {}
         self._end, self._was_reset = "", False
-        self._graves: list[object] = []  # memory that late copies of killed engines may still use
+        self._graves: list[object] = []  # memory to which late copies of killed engines may still write
         self._start()
         self._texts = [
             [draws(f"text {base}").randrange(5) + 5 * place for place in range(_BASE_TOKENS)]
@@ -119,7 +119,8 @@ class Simulation:
         )
         if self._keep is not None:
             self._follow(self._keep)
-        self.offload.bus.count(JobOverdue, self._note_overdue)  # this count goes on after the core has raised
+        # This count continues after the core has raised.
+        self.offload.bus.count(JobOverdue, self._note_overdue)
         self.offload.bus.count(TierCopyEnded, self._note_copy_below)
         self.offload.bus.count(RemoteOpened, self._check_namespace)
         self.offload.bus.count(DiskOpened, partial(self._check_opened, was_reset=self._was_reset))
@@ -143,12 +144,12 @@ class Simulation:
 
     @property
     def has_lost_blocks(self) -> bool:
-        """Return whether copies were abandoned, in which case the device may lack blocks for a request."""
+        """Return whether copies were abandoned. The device may then have too few blocks for a request."""
         return self._abandoned > 0
 
     @property
     def is_cut_off(self) -> bool:
-        """Return whether the core has raised, in which case its records cannot be checked (R12)."""
+        """Return whether the core has raised. Its records can then not be checked (R12)."""
         return self.offload.faults.error is not None
 
     @property
@@ -171,7 +172,7 @@ class Simulation:
         return self.life != life or bool(self._end)
 
     async def reading(self, read: Coroutine[object, object, None]) -> None:
-        """Read a stream, until the engine's end cancels the reading."""
+        """Read a stream, until the end of the engine cancels the reading."""
         if not self.has_lives:
             await read
             return
@@ -184,7 +185,7 @@ class Simulation:
             self._reading.pop(task)
 
     def reset(self) -> None:
-        """Reset the caches, and record the namespaces in which no engine may find blocks any more."""
+        """Reset the caches, and record the namespaces in which engines may no longer find blocks."""
         self.engine.reset_prefix_cache()
         below = self.offload._tiers_side
         replaced = self._store.replaced if self._store is not None else 0
@@ -212,7 +213,7 @@ class Simulation:
         await turn(self, prompt, new_tokens, patience)
 
     def _follow(self, keep: Callable[[str], object]) -> None:
-        """Pass every message to `keep` as a line of a journal."""
+        """Pass every message to `keep`, as a line of a journal."""
         numbers = count(1)
 
         def write(message: object) -> None:
@@ -294,8 +295,8 @@ class Simulation:
             await self.turn(list(self.text(base)), 3, None)
 
     async def _live_again(self) -> None:
-        """Let lookups find blocks, so that they are spilled; then end the engine and start the next one, up
-        to three times.
+        """Let lookups find blocks, so that these blocks are spilled. Then end the engine and start the next
+        one, up to three times.
         """
         draws = self.scenario.draws("lives")
         for how in draws.choices(["kill", "kill", "power fails", "stop"], k=draws.randint(1, 3)):
@@ -304,7 +305,7 @@ class Simulation:
             await self._ask_all()
             await self._ask_all()
             await self.until(lambda: not self.engine.has_work)
-            # The index is written ten times a second, so the engine may end before or after a write.
+            # The index is written ten times a second, so the engine ends before or after a write.
             await asyncio.sleep(draws.choice([0.0, 0.3, 0.3, 3.0]))
             if draws.random() < 0.2:
                 self.reset()
@@ -315,11 +316,11 @@ class Simulation:
                 self.step()
 
     async def _settle(self) -> None:
-        """End everything except hanging copies, then release the hanging copies, whose late ends are reported."""
+        """End everything except hanging copies. Then release the hanging copies, which report late ends."""
         await self.until(lambda: not self.engine.has_work)
         self._check_drained()
         self._release()
-        # An idle engine notices ended copies only in its next step, and each of them may start another spill.
+        # An idle engine notices ended copies only in its next step, and these may start more spills.
         for number in range(_MOST_LAST_STEPS):
             await asyncio.sleep(self.scenario.timeout_s / 3)
             self.step()
@@ -366,7 +367,7 @@ class Simulation:
             has_computed = self.engine.step()
         finally:
             self._is_stepping = False
-            self.engine._wake.set()  # the engine's own task for steps may be asleep although there is work
+            self.engine._wake.set()  # the engine's task may sleep although there is work
         self._check()
         return has_computed
 
@@ -404,7 +405,7 @@ class Simulation:
     def _check(self) -> None:
         problems = [*self.runner.wrong, *self.engine.audit()]
         problems += self._store.problems if self._store is not None else ()
-        # After a failure of the core, the first line reports the failure itself.
+        # if the core has raised, the first line only reports that
         problems += self.offload.audit()[1:] if self.is_cut_off else audit(self.offload.core)
         if self.steps % 8 == 0:
             problems += slot_problems(self.offload.gauges())
@@ -424,8 +425,7 @@ class Simulation:
         core, left = self.offload.core.state, list[str]()
         if not self.is_cut_off:
             left += [f"request {request} is still live" for request in core.requests.live]
-            # Jobs on a lower tier may still be open: an engine steps at most `disk_drain_s` for a hanging
-            # disk.
+            # Jobs on a lower tier may be open: an engine waits at most `disk_drain_s` for a hanging disk.
             open_jobs = [job for job in core.jobs.open.values() if not job.settled and job.tier is Tier.HOST]
             left += [f"job {job.id} is {job.state.name}" for job in open_jobs]
         numbers = self.engine.statistics()
@@ -459,22 +459,23 @@ class Simulation:
         self.copies_below[f"{event.tier.value} {event.direction.value} {event.outcome.value}"] += event.blocks
 
     def _check_namespace(self, fact: RemoteOpened) -> None:
-        """Check that no engine, present or later, uses a namespace from before a reset (R18)."""
+        """Check that no engine uses a namespace from before a reset (R18)."""
         name = fact.namespace
         if name in self._left_namespaces or self.store.replaced > self._reset_namespaces.get(name, inf):
             self._complaints.append(f"{name}, from before a reset, is looked at")
         self._namespaces[name] = None
 
     def _check_opened(self, event: DiskOpened, *, was_reset: bool) -> None:
-        """Check that no block from before a reset is found, unless the disk reported a removal that did not
-        happen (R18).
+        """Check that no block from before a reset is found (R18).
+
+        Such a block may be found only if the disk falsely reported that it had removed a file.
         """
         self.copies_below["restored"] += event.blocks
         if was_reset and event.blocks and not self.disk.has_lied:
             self._complaints.append(f"{event.blocks} blocks from before a reset are found")
 
     async def _check_states_after_reset(self) -> None:
-        """Check that states computed after a reset are not refused as computed before it."""
+        """Check that states computed after a reset can be stored."""
         self.reset()
         before = self._outcomes(StoreOutcome.BEFORE_RESET)
         for _ in range(2):
@@ -521,7 +522,7 @@ def simulate(seed: int, journal: Path | None = None, copier: type[ChaosCopier] =
 
     Args:
         seed: the seed.
-        journal: file for a complete journal, which does not influence the run.
+        journal: the file for a complete journal, which does not influence the run.
         copier: the class of each rank's copier.
 
     Raises:
@@ -562,7 +563,7 @@ def _left_of(tier: LowerTier) -> list[str]:
 
 @contextmanager
 def slow_disk(scenario: Scenario, *, is_full: bool) -> Iterator[None]:
-    """Run the journal's disk thread on the loop, with a delay. If `is_full`, writes sometimes fail."""
+    """Delay the writes of the journal. If `is_full`, some writes fail."""
     draws = scenario.draws("disk")
 
     async def run_sync(call: Callable[..., Any], *args: object) -> object:
@@ -577,7 +578,7 @@ def slow_disk(scenario: Scenario, *, is_full: bool) -> Iterator[None]:
 
 @contextmanager
 def _quiet(is_quiet: bool) -> Iterator[None]:
-    """Drop log lines. If `is_quiet`, they are not even formatted."""
+    """Drop log lines. If `is_quiet`, do not even format them."""
     logger = logging.getLogger(ROOT)
     before = logger.handlers, logger.level, logger.propagate
     logger.handlers, logger.propagate = [logging.NullHandler()], False

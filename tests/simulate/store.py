@@ -1,7 +1,8 @@
-"""A shared remote tier with random faults. It outlives engines, and other engines write under the same names.
+"""A shared remote tier with random faults. The remote tier outlives engines, and other engines write under
+the same names.
 
-Calls of the remote tier take simulated time, on threads that run one at a time (`tests/simulate/disk.py`). The
-engine's own thread must not call the remote tier.
+Calls of the remote tier take simulated time, on threads that run one at a time (`tests/simulate/disk.py`).
+The engine's own thread must not call the remote tier.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ STORE_TROUBLES: dict[str, dict[str, float]] = {
     "hanging": {"hang": 0.05, "late": 0.1},
 }  # fmt: skip
 _FREE_FAILURES = 12
-"""The number of consecutive failures after which all further calls must be probes.
+"""After this many consecutive failures, all further calls must be probes.
 
 Three failures open a breaker, but more calls may be queued by then. Probes are at least a second apart.
 """
@@ -49,17 +50,17 @@ class StoreOdds:
     """The probabilities of the remote tier's faults. Times are in seconds.
 
     Args:
-        error: nothing is done, and the call raises.
-        torn: a part is done, and the call raises.
+        error: the call does nothing, and raises.
+        torn: the call does a part of its work, and raises.
         late: the call takes about as long as its time limit, or twice as long.
         hang: the call returns when the run is over.
-        untrue: the remote tier reports a block that it lacks, or the opposite.
+        untrue: the remote tier reports a block that it lacks, or does not report a block that it has.
         gone: the remote tier does not deliver a value.
-        cut: the remote tier delivers the beginning of a value.
+        cut: the remote tier delivers only the beginning of a value.
         flip: the remote tier delivers a value with a wrong bit.
         mixed: the remote tier delivers another block's value.
         full: the remote tier does not accept a value.
-        lost: the remote tier reports that it has accepted a value, but loses it.
+        lost: the remote tier reports that it has accepted a value, but loses the value.
         usual_s: the longest time of a call that is neither late nor hanging.
         timeout_s: the timeout that `late` refers to.
     """
@@ -80,7 +81,7 @@ class StoreOdds:
 
 
 class SimStore:
-    """The remote tier, which also stands for every connection to it.
+    """The remote tier's server. The same object stands for every connection.
 
     Args:
         draws: the random numbers.
@@ -94,11 +95,11 @@ class SimStore:
         self.problems: list[str] = []
         self.values: dict[str, bytes] = {}
         self._written: dict[str, bytes] = {}
-        """all values ever put, because another engine may put them again"""
+        """all values that engines have put; `others_write` puts them again"""
         self._asked: dict[str, None] = {}
         self.is_dead = self.is_full = False
         self.replaced = 0
-        # times of consecutive failures, by the executor that makes the calls
+        # for each executor: the times of its consecutive failures
         self._failures: dict[object, list[float]] = {}
 
     def token_hex(self, size: int) -> str:
@@ -174,7 +175,7 @@ class SimStore:
             del self.values[name]
 
     def others_write(self) -> None:
-        """Put our engines' values again, as other engines do, and put wrong values under our engines' names."""
+        """Act as other engines: put our engines' values again, and wrong values under our engines' names."""
         for name in self._some([*self._written, *self._asked]):
             value = self._written.get(name, b"")
             others = list(self._written.values())
@@ -188,7 +189,7 @@ class SimStore:
             self.values[name] = self._draws.choice([value, value, value, *strange])
 
     def heals(self) -> None:
-        """Cause no more faults: the run is over."""
+        """Cause no more faults, because the run is over."""
         self._odds = StoreOdds()
         self.comes_back()
 
@@ -276,7 +277,7 @@ def in_place_of_clients(store: SimStore) -> Iterator[None]:
     with ExitStack() as stack:
         for module in (remote_catalog, worker_side):
             stack.enter_context(mock.patch.object(module, "open_store", store.connect))
-        # every audit checks each hint, so there must be few hints
+        # each audit checks all hints, so many hints would be slow
         stack.enter_context(mock.patch.object(tiers, "MOST_HINTS", _HINTS))
         for module in (remote_catalog, values):
             stack.enter_context(mock.patch.object(module, "secrets", store))

@@ -1,5 +1,3 @@
-"""Simulates a disk: blocks are written, read, kept across kills, and every operation can fail."""
-
 from __future__ import annotations
 
 from collections import Counter
@@ -12,11 +10,11 @@ from tests.simulate.simulation import simulate
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SEEDS = range(60, 200)
-"""does not overlap with the seeds of `test_simulate`"""
+"""these seeds are not among the seeds of `test_simulate`"""
 
 
 @pytest.mark.full
-def test_seeds_with_a_disk_end_well_and_have_seen_something() -> None:
+def test_seeds_with_a_disk_pass_and_cover_every_kind_of_event() -> None:
     total = Counter[str]()
     for seed in SEEDS:
         if draw(seed).disk is not None:

@@ -1,5 +1,3 @@
-"""Simulations of the reference engine with the shipped copier on the emulated driver."""
-
 from __future__ import annotations
 
 import os
@@ -29,14 +27,14 @@ def emulator() -> Emulator:
     return Emulator(build())
 
 
-def test_a_few_seeds_end_well(emulator: Emulator) -> None:
+def test_a_few_seeds_pass(emulator: Emulator) -> None:
     for seed in range(FIRST):
         result = play(seed, partial(simulate_on, emulator))
         assert result.problem is None, f"seed {seed}\n{result.trace}\n{emulator.report}"
 
 
 @pytest.mark.full
-def test_more_seeds_end_well_and_have_seen_something(emulator: Emulator) -> None:
+def test_more_seeds_pass_and_cover_every_kind_of_event(emulator: Emulator) -> None:
     total = Counter[str]()
     for seed in range(SEEDS):
         result = play(seed, partial(simulate_on, emulator))
@@ -56,17 +54,17 @@ def test_a_seed_repeats(emulator: Emulator) -> None:
     assert found[0][1] > 0
 
 
-def test_batches_without_an_end_event_show_in_one_of_the_first_seeds(
+def test_one_of_the_first_seeds_detects_batches_without_an_end_event(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaTicket, "end", lambda self: setattr(self, "_has_end", True))
-    child = os.fork()  # With the rule disabled, copies reach freed memory, so the process may crash.
+    child = os.fork()  # without the rule, copies reach freed memory, which may crash the process
     if child == 0:
         os._exit(any(play(seed, partial(simulate_on, emulator)).problem for seed in range(40)))
     assert os.waitpid(child, 0)[1] != 0
 
 
-def test_a_copy_that_reaches_memory_after_its_release_is_a_fault_and_no_crash(emulator: Emulator) -> None:
+def test_a_copy_that_reaches_freed_memory_is_reported_without_a_crash(emulator: Emulator) -> None:
     emulator.reset(stepped=True)
     emulator.accept_pageable()
     engine, memory = Engine(emulator, 0, blocks=1), mmap(-1, 4096)

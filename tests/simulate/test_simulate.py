@@ -1,6 +1,4 @@
-"""Checks that seeds end without errors, are reproducible, and detect disabled rules. `make simulate` runs ten
-thousand.
-"""
+"""Checks that seeds pass, can be repeated, and detect disabled rules. `make simulate` runs 10,000 seeds."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from tests.simulate.campaign import first_failure, keep_journal, play
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SEEDS = 60  # how many of the ten thousand seeds `make test` runs
+SEEDS = 60  # `make test` runs this many seeds
 SEARCH = 150  # a disabled rule must be detected within this many seeds
 
 SHOWN_BY = {
@@ -48,7 +46,7 @@ SHOWN_BY = {
 """For each disabled rule, a seed that detects it, found by an earlier search."""
 
 
-def test_the_first_seeds_end_well_and_have_seen_something() -> None:
+def test_the_first_seeds_pass_and_cover_every_kind_of_event() -> None:
     total = Counter[str]()
     for seed in range(SEEDS):
         result = play(seed)
@@ -82,7 +80,7 @@ def test_a_seed_repeats_in_another_process_whose_hashes_differ(tmp_path: Path) -
 
 @pytest.mark.full
 @pytest.mark.parametrize("rule", SHOWN_BY)
-def test_a_missing_rule_shows_in_one_of_the_first_seeds(rule: str) -> None:
+def test_one_of_the_first_seeds_detects_each_disabled_rule(rule: str) -> None:
     with undone(rule):
         assert first_failure([SHOWN_BY[rule], *range(SEARCH)]) is not None
 

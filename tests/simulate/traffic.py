@@ -1,4 +1,4 @@
-"""The users of the simulated engine: conversations whose prompts have common beginnings, and an operator."""
+"""The clients of the simulated engine, whose prompts share beginnings, and the engine's operator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TURNS = 4
 
 
 class Conversation:
-    """A client that sends prompts, continues each with the answer, and sometimes aborts."""
+    """A client that holds a conversation, and sometimes aborts a turn."""
 
     def __init__(self, world: Simulation, number: int) -> None:
         self._world = world
@@ -48,7 +48,7 @@ class Conversation:
                     world.engine.pool.reset_prefix_cache()
 
     def _patience(self, draws: random.Random) -> float | int | None:
-        """Return the seconds or the number of tokens after which the turn is aborted; None to wait for its end."""
+        """Return the seconds (float) or tokens (int) after which the turn is aborted; None for no abort."""
         if draws.random() >= self._world.scenario.abort:
             return None
         return draws.randint(0, 3) if draws.random() < 0.5 else draws.uniform(0, 0.05)
@@ -79,9 +79,9 @@ async def read(stream: TokenStream, patience: float | int | None, found: list[in
 async def turn(
     world: Simulation, prompt: list[int], new_tokens: int, patience: float | int | None = None
 ) -> None:
-    """Run one request and check its tokens. All tokens must arrive, unless the request is aborted.
+    """Run one request, and check its tokens. All tokens must arrive, unless the request is aborted.
 
-    A request whose engine is killed is sent again to the next engine.
+    If the request's engine is killed, the request is sent again to the next engine.
     """
     while not world.is_open.is_set():  # the flag may have been cleared again before this task runs
         await world.is_open.wait()
@@ -106,7 +106,7 @@ async def turn(
 
 
 class Operator:
-    """Resets, preempts, changes weights and causes faults while requests run."""
+    """An operator who resets caches, preempts requests, changes weights and causes faults while requests run."""
 
     def __init__(self, world: Simulation) -> None:
         self._world = world
@@ -121,7 +121,7 @@ class Operator:
         self._world.reset()
 
     async def _device_forgets(self) -> None:
-        self._world.engine.pool.reset_prefix_cache()  # has no effect while a request uses the cache
+        self._world.engine.pool.reset_prefix_cache()  # does nothing while a request uses the cache
 
     async def _preempt(self) -> None:
         running = [request.request_id for request in self._world.engine._scheduler.running]
@@ -129,10 +129,7 @@ class Operator:
             self._world.engine.preempt(self._draws.choice(running))
 
     async def _new_weights(self) -> None:
-        """Reset once when no request computes, but copies may be in flight.
-
-        Change the weights when the device has released all blocks.
-        """
+        """Reset the caches once no request computes, and change the weights once all blocks are free."""
         world = self._world
         world.is_open.clear()
         await world.until(lambda: not world.engine._scheduler.has_requests)
@@ -191,7 +188,7 @@ class Operator:
         self._draws.choice(self._world.plugin.workers)._tasks[1].cancel()
 
     async def _break(self) -> None:
-        """Make a state handler raise from now on. Offloading ends, but requests are served (R12)."""
+        """Make the core's handler of steps raise from now on. Offloading ends, but requests are served (R12)."""
 
         def broken(fact: facts.Fact) -> None:
             raise RuntimeError("a state handler raises")

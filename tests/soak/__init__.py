@@ -1,1 +1,1 @@
-"""Hours of mixed traffic, and a check that neither memory nor any other resource grows."""
+"""Runs hours of mixed traffic, and checks that neither memory nor any other resource grows."""

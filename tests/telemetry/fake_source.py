@@ -10,7 +10,7 @@ from kvoffload.telemetry.counters import Counters
 
 
 class FakeSource:
-    """Counts the messages on its bus. All gauges except `state` are 0."""
+    """A source of metrics that counts the messages on its bus. All gauges are 0, except those in `state`."""
 
     def __init__(self, state: Mapping[str, Series] | None = None) -> None:
         self.state = state or {}

@@ -1,4 +1,4 @@
-"""The emulated CUDA driver for the tests of this folder. gcc builds the driver once per session."""
+"""Builds the emulated CUDA driver once per session, with gcc, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -21,4 +21,4 @@ def emulator(cuda_library_path: Path) -> Iterator[Emulator]:
     emulator = Emulator(cuda_library_path)
     emulator.reset(stepped=True)
     yield emulator
-    emulator.reset(stepped=True)  # stops the emulator's own threads
+    emulator.reset(stepped=True)  # this stops the emulator's own threads

@@ -1,4 +1,4 @@
-"""Counts of a pump's work, read from the pump's private state."""
+"""Counts a pump's work, by reading the pump's private state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvoffload.transfer.pump import TransferPump
 
 
 class CountedPump(TransferPump):
-    """A pump that counts the turns of its coroutine."""
+    """A pump that counts how often its coroutine wakes up."""
 
     turns = 0
 
@@ -19,13 +19,13 @@ class CountedPump(TransferPump):
 
 @dataclass(frozen=True, slots=True)
 class TransferStatistics:
-    """Counts since the start, and numbers of the current state.
+    """A pump's counts since its start, and its current state.
 
     Args:
-        wake_ups: turns of the coroutine; grows only while copies are pending or jobs arrive.
+        wake_ups: how often the coroutine woke up; grows only while copies are pending or jobs arrive.
         open_jobs: jobs that have not ended.
-        queued_stores: stores with a part that has not been started.
-        pending_batches: batches that have not ended, not counting abandoned ones.
+        queued_stores: stores of which a part has not been started.
+        pending_batches: batches that have not ended, not counting abandoned batches.
         abandoned_batches: batches that were abandoned and have not ended.
         store_bytes_in_flight: bytes of the pending store batches.
         store_bytes_bound: the current limit on `store_bytes_in_flight`.

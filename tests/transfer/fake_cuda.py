@@ -35,7 +35,7 @@ class Stream:
 
 
 class FakeCuda:
-    """A fake device. Operations run only in `run`, which stops at a wait for an event that has not passed."""
+    """A fake device. Operations run only in `run`, which stops at a wait for a later event."""
 
     slice_copies = 2048
 
@@ -47,7 +47,7 @@ class FakeCuda:
         self.current_asked_by: list[int] = []
         self.refuse_copy = False
         self.kernel_error: Exception | None = None
-        # The size of the scratch memory, if it differs from the requested size.
+        # The size of the scratch memory, if not the requested size.
         self.scratch_bytes: int | None = None
         self.lent = 0
         self.seconds: Callable[[str, CopyRuns], float] = lambda kind, runs: 1.0

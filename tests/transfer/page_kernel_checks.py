@@ -1,6 +1,7 @@
-"""Checks of the page kernel, for a process with Triton: `python -m tests.transfer.page_kernel_checks interpret`.
+"""Checks the page kernel, in a process with Triton: `python -m tests.transfer.page_kernel_checks interpret`.
 
-`interpret` runs the kernel on host memory in Triton's interpreter, `compile` compiles it without needing a device.
+`interpret` runs the kernel on host memory in Triton's interpreter. `compile` compiles the kernel, which needs
+no device.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvoffload.transfer.cuda import page_kernel
 from kvoffload.transfer.runs import CopyRuns
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-PLACE = 5 * 1024  # bytes from the start of one run to the start of the next; every run is shorter
+PLACE = 5 * 1024  # the distance in bytes between the starts of two runs; every run is shorter
 DIRTY = 0xA5
 PROGRAMS = 32
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 103, 120)
@@ -40,7 +41,7 @@ SHIFTS = st.one_of(st.just(0), st.just(0), st.integers(0, 31))
 @settings(max_examples=10, deadline=None, database=None)
 @given(runs=st.lists(st.tuples(SIZES, SHIFTS, SHIFTS), max_size=70), order=st.randoms(use_true_random=False))
 def copies_every_byte_and_no_other(runs: list[tuple[int, int, int]], order: object) -> None:
-    """Copy scattered runs of any size and alignment. Check that the bytes between the runs stay unchanged."""
+    """Copy scattered runs of any size and alignment; check that the bytes between the runs stay unchanged."""
     room = (len(runs) + 1) * PLACE
     source = np.random.default_rng(len(runs)).integers(0, 256, room, np.uint8)
     target, wanted = (np.full(room, DIRTY, np.uint8) for _ in range(2))
@@ -61,8 +62,8 @@ def copies_every_byte_and_no_other(runs: list[tuple[int, int, int]], order: obje
 
 
 def compiles_for(architecture: int) -> None:
-    """Check that accesses have 16 bytes or one byte, that wide ones are guarded, and that no register is
-    spilled.
+    """Check that each access has 16 bytes or one byte, that 16-byte accesses are guarded, and that no
+    register is spilled.
 
     An access of 16 bytes at an unaligned address is a device fault, which ends the engine.
     """
@@ -81,21 +82,21 @@ def compiles_for(architecture: int) -> None:
 
 
 def spills_are_noticed() -> None:
-    """Compile the kernel with too few registers. Check that the resulting spills are detected."""
+    """Compile the kernel with too few registers; check that the spilled registers are found."""
     starved = compiled(90, maxnreg=24)
     assert spilled_bytes(starved) > 0
     assert {"LDL", "STL"} <= {access.partition(".")[0] for access in accesses(starved)}
 
 
 def the_pause_assembles_for(architecture: int) -> None:
-    """Assemble `gpu-check`'s pause kernel with NVIDIA's assembler; in use, the driver assembles it."""
+    """Assemble `gpu-check`'s pause kernel with NVIDIA's assembler, in place of the driver's."""
     name = "ptxas-blackwell" if architecture >= 100 else "ptxas"
     command = [str(TOOLS / name), f"-arch=sm_{architecture}", str(PTX), "-o", "/dev/null"]
     subprocess.run(command, capture_output=True, check=True)
 
 
 def compiled(architecture: int, **options: int) -> CompiledKernel:
-    """Compile the kernel as its launch does. No device is needed."""
+    """Compile the kernel in the same way as its launch does. No device is needed."""
     signature = {"descriptors": "*i64", "runs": "i32", "words": "constexpr"}
     constants = {"words": page_kernel._WORDS}
     aligned = {(0,): [["tt.divisibility", 16]]}

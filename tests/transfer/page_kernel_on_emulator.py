@@ -1,6 +1,6 @@
 """Runs the page kernel with Triton's compiler and launcher on the emulated driver: `python -m ... LIBRARY`.
 
-It runs in a separate process without torch, because Triton would ask torch for devices, and CPU builds have none.
+The process must not import torch: Triton would ask torch for devices, and CPU builds of torch have none.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(library: Path) -> None:
     driver = NvidiaDriver("cuda:1", lambda: engine.stream)
     copier = CudaCopier(driver)
     crossover.SCRATCH_BYTES, crossover._REPEATS, crossover._LONGEST_S = 2**18, 1, 600.0
-    # The measurement checks copies of random bytes in both directions; it finds no limits if one is wrong.
+    # This measurement copies random bytes in both directions. It finds no limits if a byte is wrong.
     learn(copier, "cuda:1")
     assert set(copier.kernel_below.values()) != {0}, copier.kernel_below
     launches = emulator.calls("cuLaunchKernelEx")
@@ -89,7 +89,7 @@ def main(library: Path) -> None:
 
 
 def load_many(emulator: Emulator) -> None:
-    """Load more pieces than fit into the kernel's buffers.
+    """Load more pieces than the kernel's buffers hold.
 
     Check that the kernel makes all copies, with one launch per query in a hook.
     """
@@ -120,7 +120,7 @@ def load_many(emulator: Emulator) -> None:
 
 
 def check_gpu() -> None:
-    """Run the kernel like `kvoffload gpu-check`, which also writes a profile of the run."""
+    """Run the kernel as `kvoffload gpu-check` does, which also writes a profile of the run."""
     options = Options("cuda:1", size=1 << 20, repeats=1, host_bytes=1 << 30)
     found = {line.what: line for part in (copies.compared, copies.speeds) for line in part(options)}
     for way in ("loads", "stores"):

@@ -35,11 +35,10 @@ def _job(number: int, direction: Direction, slots: Sequence[int], blocks: Sequen
 
 
 class Rig:
-    """Eight device blocks of 96 bytes in two regions, sixteen slots in chunks of five, at most four blocks in
-    flight.
+    """A pump with eight device blocks of 96 bytes in two regions, and sixteen slots in chunks of five.
 
-    With `verify`, checksums are computed when the test calls `rig.reader.run_next()`. `memory` allocates the
-    host memory, by default at once.
+    At most four blocks are in flight. With `verify`, checksums are computed when the test calls
+    `rig.reader.run_next()`. `memory` allocates the host memory, by default at once.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Rig:
 
 @asynccontextmanager
 async def running(rig: Rig) -> AsyncIterator[asyncio.Task[Any]]:
-    """Run the pump's coroutine. At the end, end open copies and stop the coroutine."""
+    """Run the pump's coroutine. On exit, end open copies and stop the coroutine."""
     await rig.arena.prepare()
     task = asyncio.create_task(rig.pump.run())
     await wait_all_blocked()

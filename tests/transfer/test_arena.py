@@ -1,5 +1,3 @@
-"""The arena grows in the background, chunk by chunk, and stops when memory is refused."""
-
 from __future__ import annotations
 
 import asyncio
@@ -66,7 +64,7 @@ async def test_ready_slots_grow_with_each_chunk() -> None:
     assert pin.pinned == {}
 
 
-async def test_what_was_ready_stays_where_it_is() -> None:
+async def test_ready_slots_keep_their_addresses() -> None:
     executor = ManualExecutor()
     arena = Arena(LAYOUT, 6, MmapAllocator(executor), chunk_bytes=CHUNK)
     task = asyncio.create_task(arena.prepare())
@@ -95,7 +93,7 @@ async def test_a_refused_chunk_ends_growth_and_keeps_ready_slots() -> None:
     assert pin.pinned == {}
 
 
-async def test_memory_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_that_the_system_refuses_ends_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
@@ -108,8 +106,7 @@ async def test_memory_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -
     assert "Cannot allocate memory" in arena.refusal
 
 
-async def test_growth_ends_where_others_would_be_left_too_little() -> None:
-    """While the arena grows, another rank or engine takes the machine's memory."""
+async def test_growth_ends_before_the_machine_runs_out_of_memory() -> None:
     left_kib = [2**20, 2**20, 256 * 1024 + 1]
     pieces = iter(left_kib)
     allocator = MmapAllocator(
@@ -126,15 +123,14 @@ async def test_growth_ends_where_others_would_be_left_too_little() -> None:
     arena.close()
 
 
-async def test_no_slots_at_all_is_legal() -> None:
+async def test_an_arena_may_have_no_slots() -> None:
     arena = Arena(LAYOUT, 0, MmapAllocator(ManualExecutor(held=False)))
     await arena.prepare()
     assert (arena.ready_slots, arena.refusal) == (0, None)
     arena.close()
 
 
-async def test_cancelling_while_a_chunk_is_made_loses_nothing() -> None:
-    """The thread that allocates the chunk cannot be stopped, so its chunk must be released."""
+async def test_cancelling_while_a_chunk_is_allocated_leaks_no_memory() -> None:
     executor, pin = ManualExecutor(), CountingPin()
     arena = Arena(LAYOUT, 8, MmapAllocator(executor, pin), chunk_bytes=CHUNK)
     task = asyncio.create_task(arena.prepare())
@@ -145,7 +141,7 @@ async def test_cancelling_while_a_chunk_is_made_loses_nothing() -> None:
     assert (arena.ready_slots, pin.pinned) == (0, {})
 
 
-async def test_closing_while_a_chunk_is_made() -> None:
+async def test_closing_while_a_chunk_is_allocated_releases_all_memory() -> None:
     executor, pin = ManualExecutor(), CountingPin()
     arena = Arena(LAYOUT, 8, MmapAllocator(executor, pin), chunk_bytes=CHUNK)
     task = asyncio.create_task(arena.prepare())
@@ -157,7 +153,7 @@ async def test_closing_while_a_chunk_is_made() -> None:
 
 
 class ChargingPin(CountingPin):
-    """Pinning takes time on a fake clock for each byte. The test says how often the driver is busy."""
+    """A driver that takes fake time for each pinned byte, and is busy for the first `busy` calls."""
 
     def __init__(self, clock: FakeClock, bytes_per_second: float = CHUNK, busy: int = 0) -> None:
         super().__init__(limit=10**6)
@@ -171,7 +167,7 @@ class ChargingPin(CountingPin):
         super().register(address, size)
 
 
-async def test_a_bounded_part_is_made_at_the_start_and_the_rest_with_pauses() -> None:
+async def test_a_limited_part_is_allocated_at_the_start_and_the_rest_with_pauses() -> None:
     clock = FakeClock()
     pin = ChargingPin(clock)
     arena = Arena(LAYOUT, 18, MmapAllocator(ManualExecutor(held=False), pin), chunk_bytes=CHUNK, clock=clock)
@@ -184,7 +180,8 @@ async def test_a_bounded_part_is_made_at_the_start_and_the_rest_with_pauses() ->
     for _ in range(3):
         await wait_all_blocked()
         grown.append(arena.ready_slots)
-        await clock.advance(0.9)  # the last chunk took a second, so the pause after it takes a second too
+        # The last chunk took a second, so the pause after this chunk also takes a second.
+        await clock.advance(0.9)
         grown.append(arena.ready_slots)
         await clock.advance(0.7)
     await clock.advance(2)
@@ -193,7 +190,7 @@ async def test_a_bounded_part_is_made_at_the_start_and_the_rest_with_pauses() ->
     arena.close()
 
 
-async def test_memory_that_is_busy_is_left_by_the_start_and_asked_for_again_later() -> None:
+async def test_pinning_that_is_busy_at_the_start_is_tried_again_later() -> None:
     clock = FakeClock()
     pin = ChargingPin(clock, busy=3)
     arena = Arena(LAYOUT, 6, MmapAllocator(ManualExecutor(held=False), pin), chunk_bytes=CHUNK, clock=clock)
@@ -227,7 +224,7 @@ class TouchlessAllocator:
         return HostChunk(address, size, hold.clear)  # dropping the last reference removes the mapping
 
 
-async def test_half_a_tebibyte_holds_the_start_up_for_seconds_and_no_step_waits_for_the_rest() -> None:
+async def test_half_a_tebibyte_delays_the_start_by_seconds_and_no_step() -> None:
     layout = FakeDevice(4, [1 << 20, 1 << 20]).layout
     clock = FakeClock()
     arena = Arena(layout, (512 << 30) // layout.slot_bytes, TouchlessAllocator(clock), clock=clock)
@@ -256,18 +253,17 @@ async def test_memory_stays_out_of_forked_children_and_core_dumps() -> None:
     # the kernel may have merged the mapping with a neighbour that has the same flags
     mappings = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags:(.*?)$", maps, re.M | re.S)
     (flags,) = (flags for first, end, flags in mappings if int(first, 16) <= address < int(end, 16))
-    assert set(flags.split()) >= {"dc", "dd"}  # do not copy at a fork, do not dump
+    assert set(flags.split()) >= {"dc", "dd"}  # these flags mean: do not copy at a fork, and do not dump
     child = os.fork()
     if child == 0:
         faulthandler.disable()
-        os._exit(ctypes.c_ubyte.from_address(address).value)  # This access ends the child with a signal.
+        os._exit(ctypes.c_ubyte.from_address(address).value)  # this access ends the child with a signal
     _, status = await asyncio.to_thread(os.waitpid, child, 0)
     assert os.WIFSIGNALED(status)
     arena.close()
 
 
 async def test_a_slots_pages_are_read_and_written_in_the_order_of_the_regions() -> None:
-    """Consecutive regions with equal page sizes are copied by one call, so the sizes here both change and repeat."""
     sizes = [96, 96, 40, 96, 40, 40]
     arena = Arena(
         FakeDevice(4, sizes).layout, 4, MmapAllocator(ManualExecutor(held=False)), chunk_bytes=3 * 408

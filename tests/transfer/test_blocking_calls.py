@@ -1,5 +1,3 @@
-"""Calls that may block, with the settings for a remote tier and for a disk, on an executor that the test runs."""
-
 from __future__ import annotations
 
 import _thread
@@ -52,7 +50,7 @@ class Rig:
         self.answers.append(call.result)
 
     def turn(self, seconds: float = 0.0) -> None:
-        """Let time pass, and run queued calls."""
+        """Let time pass, then run queued calls."""
         self.clock.jump(seconds)
         self.calls.poll()
         assert isinstance(self.executor, ManualExecutor)
@@ -60,7 +58,7 @@ class Rig:
         self.calls.poll()
 
     def pause(self) -> int:
-        """Let the remote tier work again; return how many seconds pass before calls are made again."""
+        """Let the remote tier work again; return after how many seconds calls are made again."""
         self.store.fails, seconds = False, 0
         while not self.calls.works:
             self.turn(1.0)
@@ -73,7 +71,7 @@ class Rig:
         self.store.calls.clear()
 
 
-def test_nothing_is_called_before_a_probe_has_worked() -> None:
+def test_no_call_is_made_before_a_probe_has_worked() -> None:
     rig = Rig()
     rig.call()
     rig.turn()
@@ -84,7 +82,7 @@ def test_nothing_is_called_before_a_probe_has_worked() -> None:
     assert rig.answers == [None, b"none"]
 
 
-def test_three_failures_in_a_row_open_the_breaker_and_probes_come_ever_more_rarely() -> None:
+def test_three_failures_in_a_row_open_the_breaker_and_pauses_between_probes_grow() -> None:
     rig = Rig()
     rig.open()
     rig.store.fails = True
@@ -116,7 +114,7 @@ def test_failures_are_counted_by_kind() -> None:
     rig.calls.submit(raising(RemoteError("the test says so", RemoteFault.DENIED)), rig._ended)
     rig.calls.submit(raising(ValueError()), rig._ended)
     rig.turn()
-    rig.call()  # this call is never made
+    rig.call()  # the breaker is open, so this call is never made
     rig.calls.close()
     counted = {fault: number for fault, number in rig.calls.faults.items() if number}
     assert counted == {RemoteFault.OTHER: 2, RemoteFault.DENIED: 1}
@@ -129,7 +127,7 @@ def raising(error: Exception) -> Callable[[Call, RemoteStore], object]:
     return work
 
 
-def test_failures_between_successes_do_not_open_it() -> None:
+def test_failures_between_successes_do_not_open_the_breaker() -> None:
     rig = Rig()
     rig.open()
     for _ in range(3):
@@ -139,7 +137,7 @@ def test_failures_between_successes_do_not_open_it() -> None:
     assert rig.calls.works
 
 
-def test_a_store_that_answers_probes_and_delivers_nothing_gets_one_call_between_ever_longer_pauses() -> None:
+def test_a_store_that_only_answers_probes_gets_single_calls_with_growing_pauses() -> None:
     rig = Rig()
     rig.open()
     pauses, calls = [], []
@@ -154,8 +152,7 @@ def test_a_store_that_answers_probes_and_delivers_nothing_gets_one_call_between_
     assert (calls, pauses) == ([3, 1, 1], [1, 2, 4])
 
 
-def test_writes_that_are_answered_neither_hide_failing_reads_nor_end_the_trial() -> None:
-    """A remote tier's master may itself answer that the value already exists, even while reads fail."""
+def test_successful_writes_neither_hide_failing_reads_nor_end_the_trial() -> None:
     rig = Rig()
     rig.open()
     pauses: list[int] = []
@@ -209,7 +206,7 @@ def test_an_answer_after_the_probe_ends_the_trial() -> None:
     assert rig.calls.works
 
 
-def test_a_connection_that_ends_opens_the_breaker_at_once_and_one_probe_makes_the_next() -> None:
+def test_the_end_of_a_connection_opens_the_breaker_and_a_probe_connects_again() -> None:
     def end(_: Call, __: RemoteStore) -> None:
         raise RemoteGone("its process has ended")
 
@@ -230,7 +227,6 @@ def test_a_connection_that_ends_opens_the_breaker_at_once_and_one_probe_makes_th
 
 
 def test_a_connection_may_take_longer_than_a_call() -> None:
-    """No second connection is made while the first is being made."""
     rig, gate, connect = Rig(DaemonExecutor("calls", 2)), ThreadGate(), Rig._connect
 
     def late() -> RemoteStore:
@@ -260,7 +256,7 @@ def test_reads_come_before_writes() -> None:
     assert rig.answers == [b"read", b"write"]
 
 
-def test_what_waits_too_long_in_the_queue_fails_and_the_store_is_not_blamed() -> None:
+def test_a_call_that_waits_too_long_in_the_queue_fails_without_counting_as_a_store_failure() -> None:
     rig = Rig()
     rig.open()
     rig.call()
@@ -298,7 +294,7 @@ def test_a_hanging_call_fails_in_time_and_its_late_result_is_not_used() -> None:
 
 def test_a_client_that_panics_fails_its_call_at_once() -> None:
     class PanicError(BaseException):
-        """Stands for a panic in a Rust client."""
+        """Stands for a panic in a client that is written in Rust."""
 
     def panic(_: Call, __: RemoteStore) -> None:
         raise PanicError
@@ -312,7 +308,7 @@ def test_a_client_that_panics_fails_its_call_at_once() -> None:
     assert rig.calls.works
 
 
-def test_closing_waits_for_nothing_and_closes_the_connection_after_the_last_call() -> None:
+def test_close_does_not_wait_and_the_connection_is_closed_after_the_last_call() -> None:
     rig = Rig()
     rig.open()
     rig.call()
@@ -338,13 +334,13 @@ def test_the_call_that_ends_last_closes_the_connection() -> None:
         os.sched_yield()
 
 
-def test_a_call_that_began_as_the_connection_was_closed_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_taken_while_the_connection_is_closed_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.open()
     rig.call()
 
     def close() -> float:
-        rig.calls.close()  # The thread has taken the call, but does not list the call as active yet.
+        rig.calls.close()  # The thread has taken the call, but has not yet listed the call as active.
         return 0.0
 
     monkeypatch.setattr(rig.calls, "_monotonic", close)
@@ -354,7 +350,7 @@ def test_a_call_that_began_as_the_connection_was_closed_is_not_made(monkeypatch:
     assert rig.store.is_closed
 
 
-def test_the_exit_waits_once_for_all_calls_but_those_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_waits_once_for_all_calls_except_hanging_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[tuple[int, float]] = []
     monkeypatch.setattr(
         blocking_calls, "wait", lambda running, seconds: waits.append((len(running), seconds))
@@ -374,7 +370,7 @@ def test_the_exit_waits_once_for_all_calls_but_those_that_hang(monkeypatch: pyte
 def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, pauses = ThreadGate(), list[int]()
     real = blocking_calls._foreign_threads
-    others = real()  # threads that the test runner had started
+    others = real()  # threads that the test runner has started
     monkeypatch.setattr(blocking_calls, "_foreign_threads", lambda: real() - others)
 
     def pause(_: float) -> None:
@@ -383,7 +379,7 @@ def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: 
 
     monkeypatch.setattr("time.sleep", pause)
     monkeypatch.setattr(blocking_calls, "_MADE", [Rig().calls])
-    # `threading` does not know a client's own threads either
+    # This thread is unknown to `threading`, like a native client's own threads.
     _thread.start_new_thread(gate.arrive, ())
     gate.wait_for_arrivals(1)
     blocking_calls._exit()
@@ -436,7 +432,7 @@ def test_a_disk_that_cannot_be_opened_is_not_tried_again() -> None:
     assert (len(rig.opening), rig.calls.works, rig.policy.is_opening) == (1, False, False)
 
 
-def test_a_disk_ends_for_good_after_eight_errors_in_a_row() -> None:
+def test_a_disk_is_closed_after_eight_errors_in_a_row() -> None:
     rig = DiskRig().opened()
     with capture_logs() as lines:
         for work in [fail] * 7 + [lambda: None] + [fail] * 7:
@@ -454,7 +450,7 @@ def test_a_disk_ends_for_good_after_eight_errors_in_a_row() -> None:
     assert [line["event"] for line in lines].count("disk_stopped") == 1
 
 
-def test_while_a_call_to_a_disk_hangs_no_other_begins_and_it_works_again_when_the_call_has_returned() -> None:
+def test_a_hanging_disk_call_stops_other_calls_until_it_returns() -> None:
     rig, gate = DiskRig(DaemonExecutor("calls", 2)).opened(), ThreadGate()
     with capture_logs() as lines:
         rig.call(gate.arrive, job=7)
@@ -475,7 +471,7 @@ def test_while_a_call_to_a_disk_hangs_no_other_begins_and_it_works_again_when_th
     rig.calls.close()
 
 
-def test_cancelled_reads_are_not_begun_and_count_for_nothing() -> None:
+def test_cancelled_reads_are_not_started_and_not_counted() -> None:
     rig = DiskRig(ManualExecutor())
     rig.calls.poll()
     assert isinstance(rig.executor, ManualExecutor)

@@ -1,5 +1,3 @@
-"""Digests of slots: the changes that they detect, and the changes that a sample must detect."""
-
 from __future__ import annotations
 
 import asyncio
@@ -66,7 +64,7 @@ def spoil(arena: Arena, slot: int, region: int, start: int, count: int = 1) -> C
 
 @pytest.mark.parametrize("pages", PAGES, ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_equal_bytes_have_equal_digests_in_whatever_company(
+def test_a_slots_digest_does_not_depend_on_other_slots(
     way: Callable[[Arena], SlotReader], pages: list[int]
 ) -> None:
     arena = arena_of(pages)
@@ -79,7 +77,7 @@ def test_equal_bytes_have_equal_digests_in_whatever_company(
 
 @pytest.mark.parametrize("pages", PAGES, ids=str)
 @pytest.mark.parametrize("way", [slots_in_place, GatheredSlots])
-def test_a_whole_digest_notices_any_bit_and_only_its_own_slots(
+def test_a_whole_digest_detects_any_flipped_bit_of_its_own_slot_only(
     way: Callable[[Arena], SlotReader], pages: list[int]
 ) -> None:
     arena = arena_of(pages)
@@ -96,19 +94,19 @@ def test_a_whole_digest_notices_any_bit_and_only_its_own_slots(
     assert of(digests, *range(SLOTS)) == before
 
 
-def test_both_ways_to_read_a_whole_slot_agree() -> None:
+def test_both_ways_to_digest_a_whole_slot_agree() -> None:
     arena = arena_of([100, 70_000])
     assert of(slots_in_place(arena), *range(SLOTS)) == of(GatheredSlots(arena), *range(SLOTS))
 
 
-def test_long_pages_are_read_where_they_lie() -> None:
+def test_long_pages_are_read_in_place() -> None:
     arena = arena_of([70_000])
     ((piece,),) = whole_slots(arena)(np.array([1]))
     assert np.frombuffer(piece, np.uint8).ctypes.data == arena.geometry.page_addresses(np.array([1]))[0, 0]
     assert isinstance(whole_slots(arena_of([64, 70_000])), GatheredSlots)
 
 
-def test_the_memory_that_slots_are_gathered_in_is_used_again() -> None:
+def test_the_memory_for_gathered_slots_is_reused() -> None:
     reader = GatheredSlots(arena_of([64]))
     places = [
         np.frombuffer(piece, np.uint8).ctypes.data for slot in (0, 1) for (piece,) in reader(np.array([slot]))
@@ -116,8 +114,7 @@ def test_the_memory_that_slots_are_gathered_in_is_used_again() -> None:
     assert places[0] == places[1]
 
 
-def test_more_slots_than_are_gathered_at_once() -> None:
-    """The slots have more than a mebibyte of pages, and more than four thousand lines."""
+def test_digests_of_more_slots_than_are_gathered_at_once_are_right() -> None:
     arena = arena_of([2**16, 2**16], slots=20)
     every = np.arange(20)
     assert of(GatheredSlots(arena), *every) == of(slots_in_place(arena), *every)
@@ -141,7 +138,7 @@ def test_a_sample_detects_a_corrupt_page_and_any_8_kib(pages: list[int]) -> None
 
 
 @pytest.mark.slow
-def test_a_sample_reads_one_byte_in_64_and_leaves_no_place_out() -> None:
+def test_a_sample_reads_one_byte_in_64_in_every_part_of_a_page() -> None:
     arena = arena_of([4096, 4096 + 64], slots=64)
     digests = SampledSlots(arena)
     seen = np.zeros((64, 2, 4096 // 64), np.bool_)
@@ -166,7 +163,7 @@ def checksums_of(arena: Arena, executor: ManualExecutor, verify: str = "full") -
 
 
 @pytest.mark.parametrize("verify", ["sample", "full"])
-def test_what_changed_since_its_store_is_named_by_its_position(verify: str) -> None:
+def test_slots_changed_since_their_store_are_reported_by_position(verify: str) -> None:
     arena, executor = arena_of([4096, 64]), ManualExecutor(held=False)
     checksums = checksums_of(arena, executor, verify)
     checksums.start(Direction.STORE, np.array([4, 0, 6]))
@@ -174,7 +171,7 @@ def test_what_changed_since_its_store_is_named_by_its_position(verify: str) -> N
     assert checksums.start(Direction.LOAD, np.array([6, 0, 4, 0])).result() == (1, 3)
 
 
-def test_a_slot_that_no_store_was_seen_to_fill_is_not_trusted() -> None:
+def test_a_slot_without_a_checksum_counts_as_corrupt() -> None:
     checksums = checksums_of(arena_of([64]), ManualExecutor(held=False))
     assert checksums.start(Direction.LOAD, np.array([2])).result() == (0,)
 
@@ -188,7 +185,7 @@ def test_a_store_renews_the_checksum() -> None:
         assert checksums.start(Direction.LOAD, np.array([1])).result() == ()
 
 
-def test_the_caller_reads_nothing_itself() -> None:
+def test_checksums_are_not_computed_on_the_callers_thread() -> None:
     executor = ManualExecutor()
     checksums = checksums_of(arena_of([64]), executor)
     copies = GatedTicket(Direction.LOAD, CopyRuns(*[np.empty(0, np.int64)] * 3), ())
@@ -209,7 +206,7 @@ def test_slots_of_copies_that_failed_are_not_read() -> None:
     assert (ticket.query(), executor.waiting) == (TicketState.FAILED, 0)
 
 
-def test_a_ticket_says_when_reading_failed_or_will_not_happen() -> None:
+def test_a_ticket_reports_that_reading_failed_or_will_not_happen() -> None:
     def fail(slots: object) -> np.ndarray:
         raise CopyError("lost")
 
@@ -225,5 +222,5 @@ def test_a_ticket_says_when_reading_failed_or_will_not_happen() -> None:
             CheckedTicket(copies, lambda work=work: work).query()  # type: ignore[misc]
 
 
-def test_off_keeps_no_checksums() -> None:
+def test_with_verify_off_no_checksums_are_kept() -> None:
     assert make_checksums("off", arena_of([64]), executor=ManualExecutor()) is None

@@ -1,7 +1,3 @@
-"""The kernel makes the copies for which it was measured to be faster. After any failure, the copy engine
-makes all copies.
-"""
-
 from __future__ import annotations
 
 import time
@@ -25,7 +21,7 @@ KIB = 1024
 
 
 class Device(FakeCuda):
-    """Runs enqueued operations when queried. The kernel's time for a piece depends only on the piece's size."""
+    """A fake device that runs operations when queried. The kernel's time depends only on a piece's size."""
 
     def __init__(self, *, load_wins_from: int, store_wins_from: int) -> None:
         super().__init__()
@@ -55,7 +51,7 @@ def learned(device: Device) -> CudaCopier:
     return copier
 
 
-def test_the_first_size_at_which_the_engine_is_as_fast_ends_the_search() -> None:
+def test_the_search_ends_at_the_first_size_at_which_the_copy_engine_is_as_fast() -> None:
     device = Device(load_wins_from=32 * KIB, store_wins_from=4 * KIB)
     with capture_logs() as logs:
         copier = learned(device)
@@ -69,7 +65,7 @@ def test_the_first_size_at_which_the_engine_is_as_fast_ends_the_search() -> None
     assert device.lent == 0
 
 
-def test_an_engine_that_always_wins_gets_everything_and_one_that_never_does_gets_long_copies_only() -> None:
+def test_the_copy_engine_makes_all_copies_if_always_faster_and_only_long_ones_if_never() -> None:
     copier = learned(Device(load_wins_from=0, store_wins_from=2**30))
     assert copier.kernel_below == {Direction.LOAD: 0, Direction.STORE: 512 * KIB}
 
@@ -112,14 +108,12 @@ def test_after_any_error_while_measuring_the_copy_engine_makes_all_copies(
     assert [entry["event"] for entry in logs] == ["page_kernel_unavailable"]
 
 
-def test_measuring_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine's start waits for the measurement."""
+def test_the_measurement_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crossover, "_LONGEST_S", -1.0)
     assert learned(Device(load_wins_from=32 * KIB, store_wins_from=32 * KIB)).kernel_below == ENGINE_ONLY
 
 
-def test_copies_that_cover_the_enqueueing_come_before_the_timed_ones() -> None:
-    """Otherwise, the events would measure the time of the enqueuing thread."""
+def test_timed_copies_follow_copies_that_hide_the_enqueuing_time() -> None:
     device = Device(load_wins_from=0, store_wins_from=0)
     stream = device.stream(urgent=False)
     kinds: list[str] = []
@@ -135,14 +129,13 @@ def test_copies_that_cover_the_enqueueing_come_before_the_timed_ones() -> None:
         start = device.time
         runs = CopyRuns(*(np.zeros(0, np.int64) for _ in range(3)))
         timed = trial.seconds(Direction.LOAD, runs, by_kernel=False)
-    assert len(kinds) == 6 + 1  # six copies cover 1.5 times the previous enqueuing time
-    # six covering copies, the timed copy, and an event before and after it
+    assert len(kinds) == 6 + 1  # six copies take 1.5 times as long as the previous enqueuing
+    # the six copies, the timed copy, and an event before and after it
     assert device.time - start == 6 + 1 + 2
     assert timed == 1 + 1
 
 
-def test_a_batch_takes_as_long_as_its_enqueueing_if_that_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, the copy engine is as fast as the kernel, but enqueueing many short copies takes long."""
+def test_a_batchs_time_is_its_enqueuing_time_if_that_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, piece = [0.0], 8 * KIB
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
@@ -182,7 +175,7 @@ class Batch:
         return [(kind, len(what)) for kind, what in stream.operations if isinstance(what, CopyRuns)]
 
 
-def test_short_copies_go_through_the_kernel_and_the_others_through_the_engine_behind_the_fence() -> None:
+def test_the_kernel_makes_short_copies_and_the_copy_engine_makes_the_others_after_the_fence() -> None:
     batch = Batch()
     ticket = batch.copier.submit(Direction.STORE, batch.runs, (batch.copier.fence(),))
     assert [kind for kind, _ in batch.stores.operations] == [
@@ -200,13 +193,13 @@ def test_short_copies_go_through_the_kernel_and_the_others_through_the_engine_be
     assert batch.arrived()
 
 
-def test_each_direction_has_a_limit_of_its_own() -> None:
+def test_each_direction_has_its_own_limit() -> None:
     batch = Batch()
     batch.copier.submit(Direction.LOAD, batch.runs, ())
     assert batch.kinds(batch.loads) == [("copy", 42)]
 
 
-def test_a_kernel_that_does_not_start_is_switched_off_and_its_batch_goes_through_the_engine() -> None:
+def test_a_kernel_that_does_not_start_is_switched_off_and_the_copy_engine_copies_its_batch() -> None:
     batch = Batch()
     batch.cuda.kernel_error = RuntimeError("out of resources")
     with capture_logs() as logs:
@@ -220,7 +213,7 @@ def test_a_kernel_that_does_not_start_is_switched_off_and_its_batch_goes_through
 
 
 @pytest.mark.parametrize(("fewest", "by_kernel"), [(40, [40]), (41, [])])
-def test_from_how_many_short_copies_on_the_kernel_is_used_is_the_cards(
+def test_the_kernel_is_used_from_the_measured_number_of_short_copies(
     fewest: int, by_kernel: list[int]
 ) -> None:
     batch = Batch()
@@ -229,7 +222,7 @@ def test_from_how_many_short_copies_on_the_kernel_is_used_is_the_cards(
     assert [count for kind, count in batch.kinds(batch.stores) if kind == "kernel"] == by_kernel
 
 
-def test_few_short_copies_are_not_worth_a_kernel() -> None:
+def test_a_few_short_copies_do_not_use_the_kernel() -> None:
     size = np.full(15, 64, np.int64)
     runs = CopyRuns(np.arange(15) * 64, np.arange(15) * 64, size)
     short, rest = split(runs, KIB, 16)
@@ -240,7 +233,7 @@ def test_few_short_copies_are_not_worth_a_kernel() -> None:
     sizes=st.lists(st.integers(1, 200), max_size=60),
     below=st.sampled_from([0, 64, 100, 1000]),
 )
-def test_every_copy_goes_one_way_and_only_short_aligned_ones_through_the_kernel(
+def test_every_copy_is_made_once_and_only_short_aligned_ones_by_the_kernel(
     sizes: list[int], below: int
 ) -> None:
     size = np.array(sizes, np.int64)

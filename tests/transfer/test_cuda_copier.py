@@ -1,5 +1,3 @@
-"""The order in which the CUDA copier enqueues operations, with a fake device that runs them one at a time."""
-
 from __future__ import annotations
 
 import threading
@@ -53,7 +51,7 @@ def test_the_measured_time_leaves_out_the_wait() -> None:
     assert ticket.copy_seconds == 2.0  # the copy and the end event take one second each
 
 
-def test_loads_and_stores_have_streams_of_their_own() -> None:
+def test_loads_and_stores_use_separate_streams() -> None:
     bench = Bench()
     assert (bench.loads.urgent, bench.stores.urgent) == (True, False)
     load = bench.copier.submit(Direction.LOAD, bench.runs(), ())
@@ -62,7 +60,7 @@ def test_loads_and_stores_have_streams_of_their_own() -> None:
     assert (load.query(), store.query()) == (TicketState.DONE, TicketState.PENDING)
 
 
-def test_only_a_fence_asks_for_the_current_stream() -> None:
+def test_only_a_fence_reads_the_current_stream() -> None:
     bench = Bench()
     fence = bench.copier.fence()
     ended: list[TicketState] = []
@@ -81,7 +79,6 @@ def test_only_a_fence_asks_for_the_current_stream() -> None:
 
 
 def test_a_refused_batch_fails_only_after_its_enqueued_copies() -> None:
-    """The driver may have accepted some of the copies, so the batch's memory stays in use until they have run."""
     bench = Bench()
     bench.cuda.refuse_copy = True
     with capture_logs() as logs:
@@ -100,7 +97,7 @@ def test_a_device_in_error_raises() -> None:
         ticket.query()
 
 
-def test_a_duration_that_cannot_be_had_does_not_cost_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_succeeds_even_if_its_duration_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     ticket = bench.copier.submit(Direction.LOAD, bench.runs(), ())
     bench.cuda.run(bench.loads)

@@ -1,5 +1,3 @@
-"""On a CUDA device: every copy path moves exactly the right bytes, in the right order with the engine's kernels."""
-
 from __future__ import annotations
 
 import asyncio
@@ -21,7 +19,7 @@ from kvoffload.transfer.runs import CopyRuns, merge_runs
 from tests.captured_logs import capture_logs
 from tests.gates import ManualExecutor
 
-# warnings about Triton's own defaults
+# ignores warnings about Triton's own defaults
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_")]
 
 BLOCKS, SLOTS = 64, 96
@@ -65,7 +63,7 @@ class Gpu:
 
 
 def wait_for(ticket: Ticket) -> None:
-    torch.cuda.synchronize()  # A test may wait for the device; the copier must not.
+    torch.cuda.synchronize()  # Tests may wait for the device, but the copier must not.
     assert ticket.query() is TicketState.DONE
     assert ticket.copy_seconds is not None
 
@@ -80,7 +78,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     if limits is BY_KERNEL:
         gpu.copier.use_kernel(limits)
         gpu.copier.kernel_below = limits
-        # compiles the kernel, so that no later test waits for the compilation
+        # this compiles the kernel, so that no later test waits for the compilation
         gpu.copy(Direction.LOAD, *pairs(9))
     gpu.copier.kernel_below = limits
     yield gpu
@@ -111,11 +109,11 @@ def test_a_round_trip_copies_every_byte_and_no_other(gpu: Gpu) -> None:
 
 def test_a_store_reads_the_forward_passs_writes(gpu: Gpu) -> None:
     slots, blocks = pairs(1)
-    torch.cuda._sleep(200_000_000)  # about 0.1 s, so that a copy that does not wait would run first
+    torch.cuda._sleep(200_000_000)  # about 0.1 s, so a copy that does not wait would run before the fill
     for tensor in gpu.tensors:
         tensor.fill_(7)
     ticket = gpu.start(Direction.STORE, slots, blocks)
-    assert ticket.query() is TicketState.PENDING  # the submission has not waited for the kernels
+    assert ticket.query() is TicketState.PENDING  # the submission did not wait for the kernels
     wait_for(ticket)
     assert all(set(gpu.arena.pages(slot)[0].tobytes()) == {7} for slot in slots.tolist())
 
@@ -156,7 +154,6 @@ def test_another_thread_can_submit(gpu: Gpu) -> None:
 
 
 def test_the_kernel_copies_any_bytes_and_no_other() -> None:
-    """Copy runs of any length and alignment, in both directions, within the measurement's scratch memory."""
     driver = device_driver()
     stream = driver.stream(urgent=False)
     driver.prepare_kernel(stream, 32)

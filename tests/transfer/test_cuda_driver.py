@@ -1,5 +1,3 @@
-"""The shipped driver on the emulated libcuda: which calls it makes, in which order, and how it handles refusals."""
-
 from __future__ import annotations
 
 import ctypes
@@ -30,7 +28,7 @@ PIECE = 64
 
 
 class Bench:
-    """One device, with `pieces` pieces of pinned host memory and as many pieces of device memory."""
+    """One device with `pieces` pieces of memory, and as many pieces of pinned host memory."""
 
     def __init__(
         self, emulator: Emulator, pieces: int = 5, device: int = 0, batch_copies: str = "auto"
@@ -77,17 +75,18 @@ def test_without_the_library_the_start_reports_it() -> None:
 @pytest.mark.parametrize(
     ("version", "architecture", "setting", "batches"),
     [
-        (12040, 90, "auto", False),  # this driver has no batches
+        (12040, 90, "auto", False),  # drivers of this version cannot copy in batches
         (12040, 90, "on", False),
         (12080, 90, "auto", True),
-        (13000, 90, "auto", True),  # the older form of the call is requested by its version number
+        # The driver also has a newer form of this call, so the version must be given.
+        (13000, 90, "auto", True),
         (13000, 90, "off", False),
-        (13000, 100, "auto", False),  # this device was reported to crash on large batches
+        (13000, 100, "auto", False),  # devices of this architecture were reported to crash on large batches
         (13000, 120, "auto", False),
         (13000, 120, "on", True),
     ],
 )
-def test_batches_are_used_where_they_work(
+def test_batches_are_used_only_with_drivers_and_devices_that_support_them(
     emulator: Emulator, version: int, architecture: int, setting: str, batches: bool
 ) -> None:
     emulator.reset(stepped=True, version=version)
@@ -102,8 +101,7 @@ def test_batches_are_used_where_they_work(
 
 
 @pytest.mark.parametrize(("pieces", "calls"), [(512, 1), (513, 2), (262_144, 512)])
-def test_a_batch_goes_in_slices(emulator: Emulator, pieces: int, calls: int) -> None:
-    """Drivers were reported to crash when one call made tens of thousands of copies."""
+def test_a_batch_is_enqueued_in_slices(emulator: Emulator, pieces: int, calls: int) -> None:
     bench = Bench(emulator, pieces)
     bench.driver.copy(Direction.LOAD, bench.load, bench.driver.stream(urgent=True))
     assert emulator.calls("cuMemcpyBatchAsync") == calls
@@ -111,8 +109,7 @@ def test_a_batch_goes_in_slices(emulator: Emulator, pieces: int, calls: int) -> 
     assert bench.has_arrived()
 
 
-def test_a_short_batch_is_enqueued_without_letting_another_thread_in(emulator: Emulator) -> None:
-    """If the thread released the GIL between the events, the time until it got the GIL back would count as copying."""
+def test_enqueuing_a_short_batch_keeps_the_gil(emulator: Emulator) -> None:
     bench = Bench(emulator, HELD_COPIES)
     copier = CudaCopier(bench.driver)
     before = emulator.calls("cuEventRecord"), emulator.calls("cuEventRecord", with_lock=True)
@@ -122,7 +119,7 @@ def test_a_short_batch_is_enqueued_without_letting_another_thread_in(emulator: E
     assert [one - other for one, other in zip(after, before, strict=True)] == [2, 2]
 
 
-def test_a_long_batch_lets_the_engine_go_on(emulator: Emulator) -> None:
+def test_enqueuing_a_long_batch_releases_the_gil(emulator: Emulator) -> None:
     bench = Bench(emulator, HELD_COPIES + 1)
     bench.driver.copy(Direction.LOAD, bench.load, bench.driver.stream(urgent=True))
     assert emulator.calls("cuMemcpyBatchAsync") == 1
@@ -130,11 +127,11 @@ def test_a_long_batch_lets_the_engine_go_on(emulator: Emulator) -> None:
 
 
 SLICES = (("auto", "cuMemcpyBatchAsync", 1), ("off", "cuMemcpyAsync", 256))
-"""for each setting: the call used for copies, and how many such calls a slice makes"""
+"""for each setting: the driver call that copies, and the number of these calls in a slice"""
 
 
 @pytest.mark.parametrize(("setting", "call", "calls"), SLICES)
-def test_of_a_large_load_the_engines_thread_enqueues_one_slice_at_a_time(
+def test_the_engines_thread_enqueues_a_large_load_one_slice_per_hook(
     emulator: Emulator, setting: str, call: str, calls: int
 ) -> None:
     bench = Bench(emulator, 50_000, batch_copies=setting)
@@ -143,7 +140,7 @@ def test_of_a_large_load_the_engines_thread_enqueues_one_slice_at_a_time(
     ticket = copier.submit(Direction.LOAD, bench.load, (fence,))
     assert emulator.calls(call) == calls
     assert emulator.calls() - before <= calls + 8
-    emulator.step()  # This runs all enqueued operations, but they are only a part of the load.
+    emulator.step()  # this runs all enqueued operations, which are only a part of the load
     assert ticket.query() is TicketState.PENDING
     assert emulator.calls(call) == 2 * calls
     while elsewhere(ticket.query) is TicketState.PENDING:  # this thread stands for the transfer coroutine
@@ -155,10 +152,9 @@ def test_of_a_large_load_the_engines_thread_enqueues_one_slice_at_a_time(
 @pytest.mark.parametrize("setting", ["auto", "off"])
 @pytest.mark.parametrize("way", Direction)
 @pytest.mark.parametrize("pieces", [1, 100, 5000])
-def test_no_call_waits_for_a_stream_that_stands_behind_a_gate(
+def test_no_call_waits_for_a_stopped_stream(
     emulator: Emulator, setting: str, way: Direction, pieces: int
 ) -> None:
-    """Such a wait would block the engine's thread for a forward pass and, with the GIL held, all other threads too."""
     bench = Bench(emulator, pieces, batch_copies=setting)
     copier = CudaCopier(bench.driver)
     emulator.gate(bench.engine.stream)
@@ -172,16 +168,13 @@ def test_no_call_waits_for_a_stream_that_stands_behind_a_gate(
         while elsewhere(ticket.query) is TicketState.PENDING:
             emulator.step()
     assert emulator.waits_with_lock == 0
-    # while copies run, a call that has released the GIL may have to wait for it
+    # a call without the GIL may wait for running copies
     assert emulator.waits == 0 or setting == "auto"
     assert (emulator.races, emulator.wrong, bench.has_arrived()) == (0, 0, True)
 
 
 @pytest.mark.parametrize("setting", ["auto", "off"])
-def test_a_large_load_goes_on_although_later_loads_take_the_room(emulator: Emulator, setting: str) -> None:
-    """Later loads are queried only after this one has ended, so this load must find out itself that they have
-    ended.
-    """
+def test_a_large_load_continues_although_later_loads_fill_the_queue(emulator: Emulator, setting: str) -> None:
     bench = Bench(emulator, 5000, batch_copies=setting)
     copier = CudaCopier(bench.driver)
     ticket = copier.submit(Direction.LOAD, bench.load, (copier.fence(),))
@@ -196,17 +189,17 @@ def test_a_large_load_goes_on_although_later_loads_take_the_room(emulator: Emula
     assert (emulator.races, bench.has_arrived()) == (0, True)
 
 
-def test_a_hooks_query_does_not_wait_for_what_the_coroutine_has_enqueued(emulator: Emulator) -> None:
+def test_a_hooks_query_does_not_wait_for_the_coroutines_copies(emulator: Emulator) -> None:
     bench = Bench(emulator, 50_000)
     ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
-    emulator.set_depth(10**6)  # so deep that the coroutine's calls do not wait
+    emulator.set_depth(10**6)  # This queue is so deep that the coroutine's calls do not wait.
     elsewhere(ticket.query)
     emulator.set_depth(1024)
     ticket.query()
     assert emulator.waits == 0
 
 
-def test_a_query_beside_the_hooks_leaves_the_other_direction_its_turn_after_two_slices(
+def test_a_query_outside_the_hooks_enqueues_at_most_two_slices(
     emulator: Emulator,
 ) -> None:
     bench = Bench(emulator, 10_000)
@@ -217,7 +210,7 @@ def test_a_query_beside_the_hooks_leaves_the_other_direction_its_turn_after_two_
     assert emulator.calls("cuMemcpyBatchAsync") - submitted == 2
 
 
-def test_behind_a_full_stream_of_the_engine_a_fence_waits_without_the_lock(emulator: Emulator) -> None:
+def test_a_fence_on_a_full_engine_stream_waits_without_the_gil(emulator: Emulator) -> None:
     bench = Bench(emulator)
     emulator.set_depth(4)
     emulator.gate(bench.engine.stream)
@@ -228,7 +221,9 @@ def test_behind_a_full_stream_of_the_engine_a_fence_waits_without_the_lock(emula
     assert emulator.waits_with_lock == 0
 
 
-def test_r9_after_a_refused_slice_no_other_follows_and_those_before_end_first(emulator: Emulator) -> None:
+def test_r9_after_a_refused_slice_no_slice_follows_and_the_batch_ends_after_the_earlier_ones(
+    emulator: Emulator,
+) -> None:
     bench = Bench(emulator, 10_000)
     copier = CudaCopier(bench.driver)
     emulator.fail("cuMemcpyBatchAsync", 2, after=2)
@@ -253,7 +248,7 @@ def test_a_refused_batch_names_the_copy_and_fails_after_its_accepted_copies(emul
     assert ticket.query() is TicketState.FAILED
 
 
-def test_memory_that_is_not_pinned_is_refused_not_copied(emulator: Emulator) -> None:
+def test_copies_of_unpinned_memory_are_refused(emulator: Emulator) -> None:
     bench = Bench(emulator)
     pageable = np.zeros(PIECE * 5, np.uint8)
     runs = CopyRuns(pageable.ctypes.data + np.arange(5) * PIECE, bench.load.target, bench.load.size)
@@ -261,7 +256,7 @@ def test_memory_that_is_not_pinned_is_refused_not_copied(emulator: Emulator) -> 
         bench.driver.copy(Direction.LOAD, runs, bench.driver.stream(urgent=True))
 
 
-def test_streams_are_our_own_with_the_priorities_that_the_device_has(emulator: Emulator) -> None:
+def test_streams_are_created_with_the_devices_priorities(emulator: Emulator) -> None:
     bench = Bench(emulator)
     copier = CudaCopier(bench.driver)
     priorities = {}
@@ -273,7 +268,7 @@ def test_streams_are_our_own_with_the_priorities_that_the_device_has(emulator: E
     assert bench.engine.stream not in copier._streams.values()
 
 
-def test_no_event_is_made_while_batches_are_submitted(emulator: Emulator) -> None:
+def test_submitting_batches_creates_no_events(emulator: Emulator) -> None:
     bench = Bench(emulator)
     copier = CudaCopier(bench.driver)
     made = emulator.calls("cuEventCreate")
@@ -284,7 +279,7 @@ def test_no_event_is_made_while_batches_are_submitted(emulator: Emulator) -> Non
     assert emulator.calls("cuEventCreate") == made
 
 
-def test_events_are_not_used_again_before_their_batch_has_ended(emulator: Emulator) -> None:
+def test_events_are_not_reused_before_their_batch_has_ended(emulator: Emulator) -> None:
     bench = Bench(emulator)
     copier = CudaCopier(bench.driver)
     tickets = [copier.submit(Direction.LOAD, bench.load, (copier.fence(),)) for _ in range(70)]
@@ -293,7 +288,7 @@ def test_events_are_not_used_again_before_their_batch_has_ended(emulator: Emulat
     assert {ticket.query() for ticket in tickets} == {TicketState.DONE}
 
 
-def test_copies_behind_which_no_end_could_be_recorded_stay_pending_until_one_can(emulator: Emulator) -> None:
+def test_copies_stay_pending_until_their_end_event_can_be_recorded(emulator: Emulator) -> None:
     bench = Bench(emulator)
     copier = CudaCopier(bench.driver)
     emulator.fail(
@@ -309,7 +304,7 @@ def test_copies_behind_which_no_end_could_be_recorded_stay_pending_until_one_can
 
 
 @pytest.mark.parametrize("code", [900, 400, 2])
-def test_a_refused_question_says_nothing_about_the_copies(emulator: Emulator, code: int) -> None:
+def test_a_refused_query_does_not_end_the_batch(emulator: Emulator, code: int) -> None:
     bench = Bench(emulator)
     ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
     emulator.fail("cuEventQuery", code, times=3)
@@ -330,11 +325,11 @@ def test_a_lost_device_ends_every_batch(emulator: Emulator, code: int) -> None:
         ticket.query()
     with pytest.raises(DeviceLost):
         copier.submit(Direction.LOAD, bench.load, ())
-    copier.close()  # must raise nothing
+    copier.close()  # this must not raise
 
 
 @pytest.mark.parametrize("code", [3, 201])
-def test_a_question_that_can_never_be_answered_ends_a_batch(emulator: Emulator, code: int) -> None:
+def test_a_query_that_always_fails_ends_the_batch(emulator: Emulator, code: int) -> None:
     bench = Bench(emulator)
     ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
     emulator.fail("cuEventQuery", code)
@@ -342,9 +337,9 @@ def test_a_question_that_can_never_be_answered_ends_a_batch(emulator: Emulator, 
         ticket.query()
 
 
-def test_a_driver_before_cuda_12_has_no_batches(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """These drivers lack the function that looks up functions by version."""
-
+def test_drivers_before_cuda_12_do_not_use_batches(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Old(ctypes.CDLL):
         def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # as ctypes has it
             if name == "cuGetProcAddress_v2":
@@ -392,9 +387,7 @@ CALLS: dict[str, Callable[[Bench], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_the_first_call_of_a_thread_uses_the_right_device_and_makes_no_context_on_another(
-    emulator: Emulator, call: str
-) -> None:
+def test_a_threads_first_call_creates_no_context_on_another_device(emulator: Emulator, call: str) -> None:
     bench = Bench(emulator, device=1)
     assert emulator.contexts == 0b10
 
@@ -407,7 +400,7 @@ def test_the_first_call_of_a_thread_uses_the_right_device_and_makes_no_context_o
     assert emulator.contexts == 0b10
 
 
-def test_two_devices_take_turns_on_one_thread(emulator: Emulator) -> None:
+def test_one_thread_can_use_two_devices_alternately(emulator: Emulator) -> None:
     benches = [Bench(emulator, device=device) for device in (0, 1)]
     copiers = [CudaCopier(bench.driver) for bench in benches]
     for _ in range(3):
@@ -432,7 +425,7 @@ def test_errors_have_the_drivers_names(emulator: Emulator) -> None:
         bench.driver.pinned(4096)
 
 
-def test_scratch_memory_that_cannot_be_had_is_an_error(emulator: Emulator) -> None:
+def test_scratch_memory_that_cannot_be_allocated_is_an_error(emulator: Emulator) -> None:
     bench = Bench(emulator)
     stream = bench.driver.stream(urgent=False)
     emulator.shift_host_addresses(4096)
@@ -447,7 +440,7 @@ def test_scratch_memory_that_cannot_be_had_is_an_error(emulator: Emulator) -> No
         pass
 
 
-def test_pinning_that_meets_a_capture_is_busy_and_other_refusals_are_final(emulator: Emulator) -> None:
+def test_pinning_during_a_capture_is_retried_and_other_refusals_are_final(emulator: Emulator) -> None:
     pin, memory = CudaPin(Bench(emulator).driver), np.zeros(4096, np.uint8)
     emulator.fail("cuMemHostRegister_v2", 900)
     with pytest.raises(
@@ -463,7 +456,6 @@ def test_pinning_that_meets_a_capture_is_busy_and_other_refusals_are_final(emula
 def test_memory_that_the_driver_does_not_release_stays_mapped(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device may still write to this memory, so its addresses must not be reused."""
     kept: list[object] = []
     monkeypatch.setattr(host_memory, "_KEPT", kept)
     allocator = MmapAllocator(ManualExecutor(held=False), CudaPin(Bench(emulator).driver))
@@ -477,7 +469,6 @@ def test_memory_that_the_driver_does_not_release_stays_mapped(
 
 
 def test_pinned_memory_is_released_on_the_executors_threads(emulator: Emulator) -> None:
-    """A stopping engine must not wait for thousands of driver calls."""
     executor = ManualExecutor(held=False)
     allocator = MmapAllocator(executor, CudaPin(Bench(emulator).driver))
     chunk = allocator._allocate(1 << 20)
@@ -496,4 +487,4 @@ def test_closing_destroys_streams_and_events(emulator: Emulator) -> None:
     copier.close()
     assert emulator.calls("cuStreamDestroy_v2") == 2
     emulator.step()
-    assert bench.has_arrived()  # work already enqueued on a stream still runs to its end
+    assert bench.has_arrived()  # work that was already enqueued on a stream still runs

@@ -1,5 +1,3 @@
-"""The emulated driver's behaviour for captures, allocations and full streams, on which other tests rely."""
-
 from __future__ import annotations
 
 import ctypes
@@ -37,7 +35,7 @@ def registers(emulator: Emulator) -> Callable[[], int]:
 @pytest.mark.parametrize(
     ("mode", "spoils"), [(CAPTURE_GLOBAL, True), (CAPTURE_THREAD_LOCAL, False), (RELAXED, False)]
 )
-def test_an_unsafe_call_breaks_another_threads_capture_depending_on_its_own_mode(
+def test_an_unsafe_call_breaks_another_threads_capture_depending_on_the_callers_mode(
     emulator: Emulator, mode: int, spoils: bool
 ) -> None:
     engine = Engine(emulator)
@@ -49,7 +47,7 @@ def test_an_unsafe_call_breaks_another_threads_capture_depending_on_its_own_mode
 @pytest.mark.parametrize(
     ("mode", "spoils"), [(CAPTURE_GLOBAL, True), (CAPTURE_THREAD_LOCAL, True), (RELAXED, False)]
 )
-def test_a_thread_may_make_unsafe_calls_in_a_capture_of_its_own_only_if_that_is_relaxed(
+def test_unsafe_calls_in_a_threads_own_capture_require_relaxed_mode(
     emulator: Emulator, mode: int, spoils: bool
 ) -> None:
     engine = Engine(emulator)
@@ -69,7 +67,7 @@ def test_a_synchronizing_call_breaks_captures_in_every_mode_on_its_own_device_on
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_memory_is_not_used_on_another_stream_before_its_allocation_has_run(
+def test_using_memory_on_another_stream_before_its_allocation_is_reported(
     emulator: Emulator, waits: bool
 ) -> None:
     Engine(emulator)
@@ -86,7 +84,7 @@ def test_memory_is_not_used_on_another_stream_before_its_allocation_has_run(
     assert bool(emulator.races) is not waits
 
 
-def test_a_call_that_would_wait_with_the_interpreters_lock_is_counted(emulator: Emulator) -> None:
+def test_calls_that_would_wait_with_the_gil_are_counted(emulator: Emulator) -> None:
     engine = Engine(emulator)
     emulator.set_depth(2)
     held = ctypes.PyDLL("libcuda.so.1").cuEventRecord

@@ -1,5 +1,3 @@
-"""A worker's side stops while copies run on an emulated device. Check that no memory is freed while a copy uses it."""
-
 from __future__ import annotations
 
 import os
@@ -28,7 +26,7 @@ RELEASES = ("cuMemHostUnregister", "cuMemFreeAsync", "cuStreamDestroy_v2", "cuEv
 
 
 def under_way(emulator: Emulator, patch: pytest.MonkeyPatch, seed: int) -> Life:
-    """Return a rank with pending loads and stores on a device whose streams are stopped."""
+    """Return a rank with pending loads and stores, on a device whose streams are stopped."""
     life = Life(emulator, patch, seed)
     while not life.stored:
         life.step()
@@ -51,7 +49,7 @@ def count_ends(life: Life, pump: TransferPump) -> int:
     return [outcome for _, outcome in found].count(CopyOutcome.DONE)
 
 
-def test_closing_releases_nothing_before_the_last_copy_has_ended(
+def test_closing_releases_no_memory_before_the_last_copy_has_ended(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = under_way(emulator, monkeypatch, 1)
@@ -80,7 +78,7 @@ def test_closing_releases_nothing_before_the_last_copy_has_ended(
     life.portal.close()
 
 
-def test_the_coroutines_death_releases_nothing_and_the_hooks_see_its_copies_to_their_end(
+def test_after_the_coroutines_end_hooks_wait_for_its_copies_and_no_memory_is_released(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = under_way(emulator, monkeypatch, 2)
@@ -110,10 +108,9 @@ def test_the_coroutines_death_releases_nothing_and_the_hooks_see_its_copies_to_t
 BLOCKS, PAGE = 512, 4096
 
 
-def test_a_fork_with_copies_running_touches_nothing_in_the_child_and_ends_both(
+def test_a_fork_during_copies_leaves_the_parents_memory_alone_and_both_processes_end(
     cuda_library_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The child treats its device as lost, and keeps the memory that the parent's copies use."""
     emulator = Emulator(cuda_library_path)
     emulator.reset(delay_us=3000)
     engine = Engine(emulator, blocks=BLOCKS, pages=(PAGE,))
@@ -136,7 +133,7 @@ def test_a_fork_with_copies_running_touches_nothing_in_the_child_and_ends_both(
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert outcomes == [CopyOutcome.DONE]
     side.close()
-    both = Barrier(2)  # When both copy threads of the portal have reached the barrier, unpinning has ended.
+    both = Barrier(2)  # Unpinning has ended when both copy threads of the portal have reached the barrier.
     wait([portal.executor.submit(both.wait) for _ in range(2)])
     portal.close()
     assert (emulator.registrations, emulator.races, emulator.faults) == (0, 0, 0), emulator.report

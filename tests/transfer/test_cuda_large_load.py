@@ -1,5 +1,3 @@
-"""A load of a hundred thousand blocks on an emulated device. The engine's thread enqueues only a part of the load."""
-
 from __future__ import annotations
 
 import ctypes
@@ -24,7 +22,7 @@ HOOK_CALLS = 20  # the maximum number of driver calls that one hook may make
 
 
 class LargeLoad:
-    """A worker's side with all blocks on the host, and a step that loads them to non-adjacent device blocks."""
+    """A worker's side whose blocks are all on the host, and a step that loads them into scattered blocks."""
 
     def __init__(self, emulator: Emulator, patch: pytest.MonkeyPatch) -> None:
         self.emulator = emulator

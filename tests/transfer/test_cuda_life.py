@@ -35,7 +35,7 @@ JOBS, SEEDS = 10_000, (1, 2, 3, 4)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_race_and_no_wrong_byte_on_two_devices_whose_streams_run_by_themselves(
+def test_no_race_and_no_wrong_byte_on_two_devices_with_free_running_streams(
     cuda_library_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     emulator = Emulator(cuda_library_path)
@@ -62,7 +62,7 @@ def play(
     *,
     on_default_stream: bool = False,
 ) -> str:
-    """Run two devices alternately, with a random order of operations from the seed; return the problems found."""
+    """Run two devices alternately, with a random order of operations; return the problems found."""
     emulator.reset(stepped=True, seed=seed)
     lives = [Life(emulator, patch, seed, device, on_default_stream=on_default_stream) for device in (0, 1)]
     for _ in range(steps):
@@ -78,7 +78,7 @@ def play(
 
 @pytest.mark.parametrize("slice_copies", [2048, 1])
 @pytest.mark.parametrize("seed", range(3))
-def test_r13_r5_r9_steps_that_overlap_meet_no_copy(
+def test_r13_r5_r9_overlapping_steps_do_not_race_with_copies(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, seed: int, slice_copies: int
 ) -> None:
     monkeypatch.setattr(driver_module, "_SLICE", slice_copies)
@@ -86,10 +86,9 @@ def test_r13_r5_r9_steps_that_overlap_meet_no_copy(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_r13_an_engine_on_the_default_stream_meets_no_copy(
+def test_r13_an_engine_on_the_default_stream_does_not_race_with_copies(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """In eager mode on one GPU, the engine's stream may have the handle 0."""
     assert play(emulator, monkeypatch, seed, on_default_stream=True) == ""
     assert emulator.waits_with_lock == 0
 
@@ -162,7 +161,7 @@ MUTANTS: tuple[Callable[[pytest.MonkeyPatch], None], ...] = (
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_mutant_is_reported_as_a_race_with_both_accesses(
+def test_a_broken_rule_is_reported_as_a_race_with_both_accesses(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, mutant: Callable[[pytest.MonkeyPatch], None]
 ) -> None:
     mutant(monkeypatch)
@@ -175,7 +174,7 @@ def test_a_mutant_is_reported_as_a_race_with_both_accesses(
 
 
 @pytest.mark.parametrize("binds", [True, False])
-def test_the_coroutines_thread_has_the_devices_context_or_fails(
+def test_the_coroutines_thread_uses_the_devices_context_or_fails(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, binds: bool
 ) -> None:
     if not binds:
@@ -196,7 +195,7 @@ def _on(pool: ThreadPoolExecutor, act: Callable[..., None]) -> Callable[..., Non
     return lambda *words: pool.submit(act, *words).result()
 
 
-def test_memory_that_is_unregistered_under_a_copy_is_reported(
+def test_memory_unregistered_during_a_copy_is_reported(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = Life(emulator, monkeypatch, 1)
@@ -218,10 +217,9 @@ def test_memory_that_is_unregistered_under_a_copy_is_reported(
 # -- rules ------------------------------------------------------------------------------------------------------------
 
 
-def test_r4_r5_r9_jobs_that_the_driver_refused_in_part_end_when_their_copies_have(
+def test_r4_r5_r9_partly_refused_jobs_end_after_their_copies(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks and slots of failed jobs are reused at once, so copies that were already enqueued must have ended."""
     life = Life(emulator, monkeypatch, 3)
     for number in range(80):
         emulator.limit_batches(1 if number % 3 == 0 else -1)
@@ -251,7 +249,7 @@ def test_r16_memory_of_a_copy_that_does_not_end_stays_registered(
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
 
 
-def test_closing_waits_for_copies_that_run(cuda_library_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_for_running_copies(cuda_library_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emulator = Emulator(cuda_library_path)
     emulator.reset(delay_us=3000)
     life = Life(emulator, monkeypatch, 5, is_stepped=False)
@@ -283,11 +281,10 @@ def test_a_lost_device_is_reported_once_and_every_job_ends(
 # -- a start in vLLM's order --------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_registered_between_registration_and_the_first_step(
+def test_no_memory_is_pinned_between_registration_and_the_first_step(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM captures graphs during this time, and pinning on any thread may break the capture."""
-    monkeypatch.setattr(worker_side, "_PINNING_S", 0.0)  # no memory is pinned at the start
+    monkeypatch.setattr(worker_side, "_PINNING_S", 0.0)  # No memory is pinned at the start.
     life = Life(emulator, monkeypatch, 1)
     before = emulator.registrations
     life.engine.capture()
@@ -295,7 +292,7 @@ def test_nothing_is_registered_between_registration_and_the_first_step(
     assert emulator.registrations == before
     assert life.engine.end_capture() == 0
     report = life.side.take_report()
-    assert report is None  # nothing to report: as at the start, there is no slot yet, and more will follow
+    assert report is None  # as at the start, the rank has no slot yet, and more will follow
     life.side.begin_step(TransferPlan())
     life.portal.advance(5)
     report = life.side.take_report()
@@ -304,7 +301,7 @@ def test_nothing_is_registered_between_registration_and_the_first_step(
     life.close()
 
 
-def test_memory_is_pinned_at_the_start_as_far_as_time_allows(
+def test_memory_is_pinned_at_the_start_within_a_time_limit(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = Life(emulator, monkeypatch, 1)
@@ -314,7 +311,7 @@ def test_memory_is_pinned_at_the_start_as_far_as_time_allows(
     life.close()
 
 
-def test_a_device_that_registers_no_host_memory_is_an_error_of_the_start(
+def test_the_start_fails_if_the_device_can_pin_no_host_memory(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     emulator.refuse_pinning()
@@ -329,7 +326,7 @@ def test_a_device_that_registers_no_host_memory_is_an_error_of_the_start(
 
 
 @pytest.mark.parametrize("is_relaxed", [True, False])
-def test_pinning_during_a_capture_harms_nothing_where_its_thread_is_relaxed(
+def test_pinning_does_not_break_a_capture_if_the_pinning_thread_is_in_relaxed_mode(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, is_relaxed: bool
 ) -> None:
     life = Life(emulator, monkeypatch, 1)
@@ -352,7 +349,7 @@ def test_pinning_during_a_capture_harms_nothing_where_its_thread_is_relaxed(
 
 
 def wait_of_loads(emulator: Emulator, patch: pytest.MonkeyPatch, *, takes_fence: bool) -> float:
-    """Return the median seconds from a step's start to the end of its load, while forward passes take 10 ms each."""
+    """Return the median seconds from a step's start to its load's end. Forward passes take 10 ms each."""
     emulator.reset(stepped=True)
     life = Life(emulator, patch, 1)
     life.contents[0] = 5

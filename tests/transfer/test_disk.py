@@ -1,5 +1,3 @@
-"""Spills and fetches between real host memory and a real slot file, on threads that the test controls."""
-
 from __future__ import annotations
 
 import asyncio
@@ -33,14 +31,14 @@ from tests.gates import ManualExecutor, ThreadGate
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 PAGES = [640, 96, 5000]
-# Pages that are read and written in place, and hashed in pieces or as a whole.
+# Pages of these sizes are read and written in place. One size is hashed in pieces, the other as a whole.
 LONG_PAGES = [2**16 + 4096, 2**17 + 4096]
 TIMEOUT_S = 2.0
 RANK = 1
 
 
 class Opening:
-    """An opening of the disk tier with a file that is already open."""
+    """An opening of the disk tier whose file is already open."""
 
     def __init__(self, file: SlotFile) -> None:
         self.shape = file.shape
@@ -162,7 +160,9 @@ def test_spilled_blocks_are_fetched_into_other_slots(each: Rig) -> None:
     assert not rig.open_jobs
 
 
-def test_adjacent_places_are_one_call(each: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_disk_slots_are_read_and_written_in_one_call(
+    each: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rig = each
     calls: list[tuple[str, int, int]] = []
     for name in ("write", "read"):
@@ -184,7 +184,7 @@ def test_adjacent_places_are_one_call(each: Rig, monkeypatch: pytest.MonkeyPatch
     assert calls == [("write", 1, 3), ("write", 6, 2), ("read", 1, 3), ("read", 6, 2)]
 
 
-def test_long_aligned_pages_are_written_and_read_where_they_lie(
+def test_long_aligned_pages_are_written_and_read_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig = Rig(tmp_path, ManualExecutor(held=False), pages=LONG_PAGES)
@@ -207,7 +207,7 @@ def test_long_aligned_pages_are_written_and_read_where_they_lie(
     assert addresses == [np.frombuffer(page, np.uint8).ctypes.data for page in pages]
 
 
-def test_r17_a_place_with_other_bytes_is_found_corrupt(each: Rig) -> None:
+def test_r17_changed_bytes_in_a_disk_slot_are_reported_as_corrupt(each: Rig) -> None:
     rig = each
     right = rig.fill(0, seed=0)
     rig.spill([0, 1], [0, 1])
@@ -223,8 +223,7 @@ def test_r17_a_place_with_other_bytes_is_found_corrupt(each: Rig) -> None:
     assert rig.slot(3) == right
 
 
-def test_r17_bytes_of_another_block_are_found_corrupt(each: Rig) -> None:
-    """A lost invalidation leaves the index with a block whose slot now contains another block."""
+def test_r17_another_blocks_bytes_are_reported_as_corrupt(each: Rig) -> None:
     rig = each
     rig.fill(0, seed=0)
     first = rig.spill([0], [0])
@@ -255,7 +254,7 @@ def test_r17_a_host_slot_that_changed_since_its_store_is_not_written(tmp_path: P
 
 @pytest.mark.parametrize("pages", [PAGES, LONG_PAGES])
 @pytest.mark.parametrize("verify", ["sample", "full"])
-def test_what_was_fetched_is_what_later_reads_are_compared_with(
+def test_later_reads_are_compared_with_the_fetched_checksum(
     tmp_path: Path, verify: str, pages: Sequence[int]
 ) -> None:
     rig = Rig(tmp_path, ManualExecutor(held=False), verify=verify, pages=pages)
@@ -269,7 +268,7 @@ def test_what_was_fetched_is_what_later_reads_are_compared_with(
     assert not rig.checksums.changed([1])
 
 
-def test_a_cancelled_fetch_begins_no_more_reads(held: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancelled_fetch_starts_no_more_reads(held: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = held
     data = [rig.fill(slot, seed=slot) for slot in range(3)]
     rig.spill([0, 1], [0, 1])
@@ -296,7 +295,7 @@ def test_a_cancelled_fetch_begins_no_more_reads(held: Rig, monkeypatch: pytest.M
     assert not rig.open_jobs
 
 
-def test_the_copy_time_of_a_job_is_from_its_first_call_to_its_last(held: Rig) -> None:
+def test_a_jobs_copy_time_is_from_its_first_call_to_its_last(held: Rig) -> None:
     rig = held
     real = rig.file.write
 
@@ -383,12 +382,12 @@ def wait_until_closed(rig: Rig) -> None:
     again.close()
 
 
-def test_a_read_that_hangs_fails_with_all_that_is_queued_and_touches_no_host_slot(
+def test_a_hanging_read_fails_all_queued_calls_and_changes_no_host_slot(
     threaded: Rig, gate: ThreadGate
 ) -> None:
     rig = threaded
     kept = [rig.fill(slot, seed=slot) for slot in range(6)]
-    zeros = xxh3_64_intdigest(bytes(rig.shape.slot_bytes))  # the checksum of slots that were never written
+    zeros = xxh3_64_intdigest(bytes(rig.shape.slot_bytes))  # the checksum of a slot that was never written
     fetches = [rig.fetch([2 * job, 2 * job + 1], [2 * job, 7], [zeros] * 2) for job in range(3)]
     gate.wait_for_arrivals(2)
     assert rig.reports() == {}
@@ -408,11 +407,11 @@ def test_a_read_that_hangs_fails_with_all_that_is_queued_and_touches_no_host_slo
     assert wait_for(rig, again).outcome is DONE
 
 
-def test_a_read_that_hangs_without_a_buffer_names_its_host_slots(
+def test_a_hanging_read_in_place_names_its_host_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, gate = Rig(tmp_path, DaemonExecutor("disk", 2), pages=LONG_PAGES), ThreadGate()
-    zeros = xxh3_64_intdigest(bytes(rig.shape.slot_bytes))  # the checksum of slots that were never written
+    zeros = xxh3_64_intdigest(bytes(rig.shape.slot_bytes))  # the checksum of a slot that was never written
     kept = [rig.fill(slot, seed=slot) for slot in range(4)]
     real = rig.file.read
 
@@ -434,7 +433,7 @@ def test_a_read_that_hangs_without_a_buffer_names_its_host_slots(
     rig.copies.close()
 
 
-def test_a_write_that_hangs_names_its_places_and_no_others_are_written_after_it(
+def test_a_hanging_write_names_its_disk_slots_and_stops_other_writes(
     threaded: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig, gate, write = threaded, ThreadGate(), threaded.file.write
@@ -459,7 +458,7 @@ def test_a_write_that_hangs_names_its_places_and_no_others_are_written_after_it(
     rig.copies.close()
 
 
-def test_a_read_that_returns_after_the_end_touches_no_host_memory(threaded: Rig, gate: ThreadGate) -> None:
+def test_a_read_that_returns_after_the_end_changes_no_host_memory(threaded: Rig, gate: ThreadGate) -> None:
     rig = threaded
     kept = rig.fill(0, seed=0)
     rig.fetch([0], [0], [xxh3_64_intdigest(bytes(rig.shape.slot_bytes))])
@@ -508,7 +507,7 @@ def test_a_copy_after_the_host_memory_was_freed_changes_nothing(held: Rig) -> No
     assert [report.outcome for report in rig.reports().values()] == [FAILED, FAILED]
 
 
-def test_every_job_ends_however_threads_come_to_rest(threaded: Rig) -> None:
+def test_every_job_ends_whether_threads_are_idle_or_busy(threaded: Rig) -> None:
     rig = threaded
     for number in range(200):
         job = rig.spill([number % 12], [number % 8])
@@ -520,7 +519,7 @@ def test_every_job_ends_however_threads_come_to_rest(threaded: Rig) -> None:
     rig.copies.close()
 
 
-def test_what_was_written_is_synced_once_a_second(rig: Rig) -> None:
+def test_written_slots_are_synced_once_per_second(rig: Rig) -> None:
     syncs: list[None] = []
     rig.file.sync = lambda: syncs.append(None)  # type: ignore[method-assign]
     rig.clock.jump(1.0)
@@ -543,7 +542,7 @@ def test_what_was_written_is_synced_once_a_second(rig: Rig) -> None:
 
 @pytest.mark.parametrize("pages", [PAGES, LONG_PAGES], ids=["in a buffer", "in place"])
 @pytest.mark.parametrize("key", [None, TierKey(bytes(32))], ids=["no key", "key"])
-def test_r17_bytes_that_were_replaced_with_their_checksum_are_not_used_if_there_is_a_key(
+def test_r17_with_a_tier_key_bytes_replaced_with_their_checksum_are_not_used(
     tmp_path: Path, key: TierKey | None, pages: Sequence[int]
 ) -> None:
     rig = Rig(tmp_path, ManualExecutor(held=False), pages=pages, key=key)
@@ -560,10 +559,10 @@ def test_r17_bytes_that_were_replaced_with_their_checksum_are_not_used_if_there_
     assert rig.slot(2) == was
     assert (rig.slot(3) == forged) is (
         key is None or rig.pages is LONG_PAGES
-    )  # the slot of a corrupt block is not used
+    )  # the slot of the corrupt block is not used
 
 
-def test_r17_with_a_key_a_place_is_not_another_place_or_another_files(tmp_path: Path) -> None:
+def test_r17_with_a_tier_key_a_slots_bytes_are_valid_only_in_that_slot_and_file(tmp_path: Path) -> None:
     rig, key = Rig(tmp_path, ManualExecutor(held=False), key=TierKey(bytes(32))), TierKey(bytes(32))
     for slot in (0, 1):
         rig.fill(slot, seed=5)

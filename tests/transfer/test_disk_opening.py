@@ -1,5 +1,3 @@
-"""A rank's disk tier before its file is open."""
-
 from __future__ import annotations
 
 import errno
@@ -44,7 +42,7 @@ def has_no_room(*_: object) -> None:
 @pytest.mark.parametrize(
     ("identify", "reason"), [(has_no_memory, "MemoryError: no"), (lambda: IDENTITY, "no room for")]
 )
-def test_any_exception_of_its_opening_refuses_the_disk(
+def test_any_exception_while_opening_closes_the_disk(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -69,7 +67,8 @@ def test_a_fetch_from_a_store_may_be_cancelled_while_the_disk_opens(tmp_path: Pa
 
 
 class Pauses:
-    """Stands in for the event that is set when a disk closes. This event is never set, and waiting takes no time.
+    """Stands in for the event that is set when a disk closes. Waiting takes no time, and the event is never
+    set.
 
     Args:
         held: a file that is closed after half a minute, if given.
@@ -87,10 +86,9 @@ class Pauses:
 
 
 @pytest.mark.parametrize("is_released", [True, False])
-def test_a_slot_file_in_use_is_waited_for_a_minute(
+def test_a_slot_file_in_use_is_tried_for_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_released: bool
 ) -> None:
-    """Workers of a killed engine may take a while to exit."""
     place = DiskPlace(tmp_path, lambda: IDENTITY)
     threads = ManualExecutor(held=True)
     held = open_slot_file(place.make_folder(), SHAPE, 4)

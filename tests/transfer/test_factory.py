@@ -1,5 +1,3 @@
-"""The device determines the copier and the memory. Modules for CUDA are imported only for CUDA devices."""
-
 from __future__ import annotations
 
 import subprocess
@@ -16,7 +14,7 @@ from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 from tests.gates import ManualExecutor
 
 
-def test_host_memory_on_the_cpu() -> None:
+def test_the_cpu_uses_the_host_copier_and_unpinned_memory() -> None:
     layout = FakeDevice(2, [64]).layout
     assert isinstance(make_copier(layout, executor=ManualExecutor(), clock=FakeClock()), HostCopier)
     assert isinstance(make_allocator(layout, executor=ManualExecutor()), MmapAllocator)

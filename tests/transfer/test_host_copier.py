@@ -1,5 +1,3 @@
-"""The host copier's tickets report the right outcome, even if a copy or the executor fails."""
-
 from __future__ import annotations
 
 import ctypes
@@ -50,7 +48,7 @@ def test_a_copy_that_raises_fails_the_query() -> None:
         ticket.query()
 
 
-def test_copies_are_quick_until_they_take_several_times_as_long_and_again_when_they_do_not() -> None:
+def test_the_quick_copy_is_used_except_after_it_took_several_times_as_long() -> None:
     clock, ways = FakeClock(), list[str]()
     milliseconds = iter([1, 1.5, 9, 9, 9, 1.2, 1, 9, 1])
 
@@ -69,12 +67,12 @@ def test_copies_are_quick_until_they_take_several_times_as_long_and_again_when_t
     for _ in range(7):
         copy(runs(4 * 2**20))
     assert "".join(ways) == "qqqpppq"
-    copy(runs(2**20))  # too short to show whether another thread wants the GIL
+    copy(runs(2**20))  # this copy is too short to measure whether another thread wants the GIL
     copy(runs(4 * 2**20))
     assert "".join(ways) == "qqqpppq" + "qq"
 
 
-def test_where_the_kernel_refuses_pieces_are_moved_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_moved_one_by_one_if_the_system_refuses_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
         def __call__(self, *args: object) -> int:
             ctypes.set_errno(1)
@@ -89,7 +87,7 @@ def test_where_the_kernel_refuses_pieces_are_moved_one_by_one(monkeypatch: pytes
     assert choose_copy() is copy_by_memmove
 
 
-def test_an_address_that_is_not_there_is_an_error_and_no_crash() -> None:
+def test_an_invalid_address_is_an_error_and_not_a_crash() -> None:
     copy = choose_copy()
     if copy is copy_by_memmove:
         pytest.skip("this system refuses the kernel's scattered copy")

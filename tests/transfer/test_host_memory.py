@@ -1,5 +1,3 @@
-"""How many slots fit, and how much memory the machine has available."""
-
 from __future__ import annotations
 
 import pytest
@@ -15,7 +13,7 @@ MIB = 2**20
 
 
 def machine(**files: str) -> ReadText:
-    """Return a reader of kernel files with these contents. In their names, a double underscore stands for a slash."""
+    """Return a reader of kernel files with these contents. Write `__` for a slash in a file's name."""
     texts = {"/" + name.replace("__", "/").replace("DOT", "."): text for name, text in files.items()}
     return texts.get
 
@@ -23,24 +21,24 @@ def machine(**files: str) -> ReadText:
 ROOMY = machine(proc__meminfo=f"MemTotal: 9 kB\nMemAvailable: {1024 * 1024} kB\n")
 
 
-def test_slots_are_what_fits() -> None:
+def test_the_number_of_slots_is_what_fits_into_memory() -> None:
     assert slots_for(5120, LAYOUT, read=ROOMY) == 1
     assert slots_for(3 * 5120 - 1, LAYOUT, read=ROOMY) == 2
 
 
-def test_less_than_a_block_is_refused() -> None:
+def test_memory_for_less_than_one_block_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="host_bytes gives each rank 5119 bytes, below one block of 5120 bytes"
     ):
         slots_for(5119, LAYOUT, read=ROOMY)
 
 
-def test_more_than_the_machine_has_is_refused() -> None:
+def test_more_memory_than_the_machine_has_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"above the 1\.0 GiB that the machine has left now"):
         slots_for(1024 * MIB + 5120, LAYOUT, read=ROOMY)
 
 
-def test_ranks_of_a_machine_share_what_it_has() -> None:
+def test_ranks_on_one_machine_share_its_memory() -> None:
     assert slots_for(128 * MIB, LAYOUT, ranks=8, read=ROOMY) == 128 * MIB // 5120
     with pytest.raises(ConfigError) as refused:
         slots_for(205 * MIB, LAYOUT, ranks=8, read=ROOMY)
@@ -69,7 +67,7 @@ def test_ranks_of_a_machine_share_what_it_has() -> None:
         ),
     ],
 )
-def test_what_is_advised_fits_the_machine_and_exceeds_the_device(
+def test_the_advised_size_fits_the_machine_and_exceeds_the_device(
     ranks: int, local_ranks: int | None, device_mib: int | None, advised: str
 ) -> None:
     device_bytes = None if device_mib is None else device_mib * MIB
@@ -77,20 +75,20 @@ def test_what_is_advised_fits_the_machine_and_exceeds_the_device(
     assert said == f"the machine has 1.0 GiB left {advised}"
 
 
-def test_without_the_kernels_word_the_advice_names_no_size() -> None:
+def test_no_size_is_advised_if_the_available_memory_is_unknown() -> None:
     assert advise_host_bytes(1, MIB, read=machine()) == ADVICE
 
 
-def test_a_kernel_that_says_nothing_limits_nothing() -> None:
+def test_unknown_available_memory_limits_nothing() -> None:
     assert available_bytes(machine()) is None
     assert slots_for(5120 * 10**9, LAYOUT, read=machine()) == 10**9
 
 
-def test_this_machine_says_something() -> None:
+def test_this_machines_available_memory_is_known() -> None:
     assert slots_for(5120, LAYOUT) == 1
 
 
-def test_cgroup_version_2_counts_file_cache_as_free_and_asks_the_parents() -> None:
+def test_cgroup_version_2_counts_file_cache_as_free_and_includes_parent_groups() -> None:
     files = machine(
         proc__meminfo=f"MemAvailable: {10**9} kB",
         proc__self__cgroup="0::/outer/inner\n",
@@ -103,7 +101,7 @@ def test_cgroup_version_2_counts_file_cache_as_free_and_asks_the_parents() -> No
     assert available_bytes(files) == 550
 
 
-def test_cgroup_version_1() -> None:
+def test_cgroup_version_1_limits_the_memory() -> None:
     files = machine(
         proc__self__cgroup="5:cpu,cpuacct:/x\n4:memory:/x\n",
         sys__fs__cgroup__memory__x__memoryDOTlimit_in_bytes="1000\n",
@@ -113,7 +111,7 @@ def test_cgroup_version_1() -> None:
     assert available_bytes(files) == 130
 
 
-def test_a_group_above_its_limit_has_nothing_left() -> None:
+def test_a_cgroup_above_its_limit_has_no_memory_left() -> None:
     files = machine(
         proc__self__cgroup="0::/\n",
         sys__fs__cgroup__memoryDOTmax="1000\n",

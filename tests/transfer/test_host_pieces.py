@@ -1,5 +1,3 @@
-"""Host copies in pieces: loads are copied first, and a ticket ends when all its pieces have ended."""
-
 from __future__ import annotations
 
 import threading
@@ -52,7 +50,7 @@ def queue_with(executor: Executor, copy: Callable[[CopyRuns], None], clock: Fake
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 40))
-def test_property_parts_are_the_whole_in_order_and_none_is_long(sizes: list[int], limit: int) -> None:
+def test_property_pieces_cover_the_batch_in_order_and_are_short(sizes: list[int], limit: int) -> None:
     whole = runs_of(*sizes)
     parts = list(cut(whole, limit))
     assert all(0 < part.total_bytes < 2 * limit or len(parts) == 1 for part in parts)
@@ -62,11 +60,11 @@ def test_property_parts_are_the_whole_in_order_and_none_is_long(sizes: list[int]
     assert all(((part.target - part.source) == 10**6).all() for part in parts)
 
 
-def test_a_load_that_comes_later_is_copied_before_the_rest_of_a_store() -> None:
+def test_a_later_load_is_copied_before_the_rest_of_a_store() -> None:
     executor, loads = ManualExecutor(), list[HostTicket]()
 
     def arrive(runs: CopyRuns) -> None:
-        if not loads:  # this runs while the store's first piece is copied
+        if not loads:  # this branch runs while the store's first piece is copied
             loads.append(queue.add(LOAD, runs_of(10, 10, start=500)))
 
     copied = Copied(arrive)
@@ -79,7 +77,7 @@ def test_a_load_that_comes_later_is_copied_before_the_rest_of_a_store() -> None:
     assert len(copied.starts) == 5
 
 
-def test_stores_leave_a_thread_to_loads() -> None:
+def test_stores_leave_one_thread_free_for_loads() -> None:
     gate = ThreadGate()
 
     def before(runs: CopyRuns) -> None:
@@ -91,7 +89,7 @@ def test_stores_leave_a_thread_to_loads() -> None:
     stores = [queue.add(STORE, runs_of(10, 10, start=start)) for start in (0, 100)]
     gate.wait_for_arrivals(1)
     load = queue.add(LOAD, runs_of(10, 10, start=500))
-    executor.submit(lambda: None).result(30)  # ends after the load's calls, on the only free thread
+    executor.submit(lambda: None).result(30)  # this call ends after the load's calls, on the only free thread
     assert load.query() is TicketState.DONE
     assert [store.query() for store in stores] == [TicketState.PENDING] * 2
     gate.open()
@@ -110,7 +108,7 @@ def test_one_batch_of_loads_is_copied_by_several_threads() -> None:
     executor = DaemonExecutor("test", 3)
     ticket = queue_with(executor, copied).add(LOAD, runs_of(*[10] * 8))
     gate.wait_for_arrivals(2)
-    executor.submit(lambda: None).result(30)  # shows that the third thread is free
+    executor.submit(lambda: None).result(30)  # this call shows that the third thread is free
     gate.open()
     wait_until(lambda: ticket.query() is TicketState.DONE)
     executor.shutdown()
@@ -118,14 +116,14 @@ def test_one_batch_of_loads_is_copied_by_several_threads() -> None:
     assert sorted(copied.starts) == list(range(0, 80, 10))
 
 
-def test_a_batch_fails_when_its_last_piece_has_ended_and_not_before() -> None:
+def test_a_batch_fails_only_after_its_last_piece_has_ended() -> None:
     executor = ManualExecutor()
 
     def copy(runs: CopyRuns) -> None:
         states.append(ticket._ended.__len__())
         if runs.source[0] == 0:
             raise OSError("torn")
-        assert ticket.query() is TicketState.PENDING  # the batch is still pending although a piece has failed
+        assert ticket.query() is TicketState.PENDING  # a piece has failed, but the batch is still pending
 
     states: list[int] = []
     ticket = queue_with(executor, copy).add(LOAD, runs_of(10, 10))
@@ -135,7 +133,7 @@ def test_a_batch_fails_when_its_last_piece_has_ended_and_not_before() -> None:
         ticket.query()
 
 
-def test_seconds_are_from_the_first_start_to_the_last_end() -> None:
+def test_a_batchs_duration_is_from_its_first_start_to_its_last_end() -> None:
     clock, executor = FakeClock(), ManualExecutor()
     ticket = queue_with(executor, Copied(lambda runs: clock.jump(0.5)), clock=clock).add(
         STORE, runs_of(10, 10)
@@ -155,11 +153,11 @@ def test_a_copy_without_a_thread_is_not_started() -> None:
     assert not queue._stores
 
 
-def test_what_a_thread_has_taken_is_copied_though_the_executor_takes_no_more() -> None:
+def test_a_piece_that_a_thread_has_taken_is_copied_during_shutdown() -> None:
     class Refuses(ManualExecutor):
         def submit(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]
             if queue._loads:
-                queue._serve()  # stands for a thread that is still running
+                queue._serve()  # this stands for a thread that is still running
             raise RuntimeError("shut down")
 
     copied = Copied()

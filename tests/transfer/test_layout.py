@@ -1,5 +1,3 @@
-"""Block addresses are computed from strides and offsets."""
-
 from __future__ import annotations
 
 import ctypes
@@ -22,7 +20,7 @@ def assert_pages_are_the_blocks(tensor: torch.Tensor) -> None:
         assert sorted(page_bytes(region, block)) == expected
 
 
-def test_a_contiguous_tensor() -> None:
+def test_blocks_of_a_contiguous_tensor_have_the_right_addresses() -> None:
     tensor = torch.arange(4 * 2 * 3, dtype=torch.float32).reshape(4, 2, 3)
     layout = layout_of([tensor])
     assert (layout.blocks, layout.slot_bytes, layout.device) == (4, 24, "cpu")
@@ -33,7 +31,7 @@ def test_a_contiguous_tensor() -> None:
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.arange(60.0).reshape(5, 12)[:, :8],  # padded pages
+        torch.arange(60.0).reshape(5, 12)[:, :8],  # pages with padding
         torch.arange(60.0).reshape(5, 12)[1:],  # a storage offset
         torch.arange(60.0).reshape(5, 12)[::2],  # every other block
         torch.arange(120.0).reshape(5, 2, 3, 4).permute(0, 2, 1, 3),  # dimensions swapped within the page
@@ -41,7 +39,7 @@ def test_a_contiguous_tensor() -> None:
         torch.arange(24, dtype=torch.bfloat16).reshape(2, 1, 12),
     ],
 )
-def test_views_whose_pages_are_in_one_piece(tensor: torch.Tensor) -> None:
+def test_views_with_contiguous_pages_have_the_right_addresses(tensor: torch.Tensor) -> None:
     assert_pages_are_the_blocks(tensor)
 
 
@@ -53,7 +51,7 @@ def test_padding_is_not_part_of_the_page() -> None:
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [
-        # Keys and values are separate: the blocks are in dimension 1.
+        # keys and values are separate, and blocks are in dimension 1
         (torch.zeros(2, 4, 8).transpose(0, 1), "not contiguous"),
         (torch.zeros(4, 8)[:, ::2], "not contiguous"),
         (torch.zeros(4, 8).expand(3, 4, 8), "overlap"),
@@ -61,7 +59,7 @@ def test_padding_is_not_part_of_the_page() -> None:
         (torch.tensor(1.0), "no block"),
     ],
 )
-def test_what_cannot_be_copied_page_by_page_is_refused(tensor: torch.Tensor, reason: str) -> None:
+def test_tensors_that_cannot_be_copied_page_by_page_are_refused(tensor: torch.Tensor, reason: str) -> None:
     with pytest.raises(EngineContractError, match=reason):
         layout_of([tensor])
 
@@ -79,7 +77,7 @@ def test_one_address_with_two_shapes_is_refused() -> None:
         layout_of([tensor, tensor.view(8, 4)])
 
 
-def test_regions_must_agree() -> None:
+def test_regions_must_have_one_device_and_one_number_of_blocks() -> None:
     with pytest.raises(EngineContractError, match=r"number of blocks: \[3, 4\]"):
         layout_of([torch.zeros(4, 8), torch.zeros(3, 8)])
     with pytest.raises(EngineContractError, match="several devices"):

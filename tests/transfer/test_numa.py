@@ -1,5 +1,3 @@
-"""A thread on the GPU's NUMA node touches host memory first. If that is refused, the memory is still allocated."""
-
 from __future__ import annotations
 
 import asyncio
@@ -49,7 +47,7 @@ def test_the_thread_that_touches_the_memory_runs_on_the_node(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("text", ["", "abc", "100000-100003"])
-def test_a_node_whose_processors_may_not_be_used_changes_nothing(text: str) -> None:
+def test_memory_is_allocated_if_the_nodes_processors_cannot_be_used(text: str) -> None:
     before = os.sched_getaffinity(0)
     with capture_logs() as logs:
         allocate(PreferredNode(3, lambda path: text)).release()
@@ -58,7 +56,7 @@ def test_a_node_whose_processors_may_not_be_used_changes_nothing(text: str) -> N
 
 
 @pytest.mark.parametrize(("text", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None), (None, None)])
-def test_the_node_is_what_the_kernel_says_of_the_device(text: str | None, node: int | None) -> None:
+def test_the_devices_numa_node_is_read_from_the_kernel(text: str | None, node: int | None) -> None:
     asked: list[str] = []
 
     def read(path: str) -> str | None:

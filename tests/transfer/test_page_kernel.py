@@ -1,5 +1,3 @@
-"""The page kernel in Triton's interpreter, compiled, and on the emulated driver, each in a separate process."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -23,7 +21,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("what", "interpreted"), [("interpret", "1"), pytest.param("compile", "0", marks=pytest.mark.full)]
 )
-def test_the_kernel(what: str, interpreted: str, tmp_path: Path) -> None:
+def test_the_kernel_passes_its_checks_in_the_interpreter_and_compiled(
+    what: str, interpreted: str, tmp_path: Path
+) -> None:
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(BESIDE)]))
     settings = {"PYTHONPATH": path, "TRITON_INTERPRET": interpreted, "TRITON_CACHE_DIR": str(tmp_path)}
     ended = subprocess.run(
@@ -39,7 +39,7 @@ def test_the_kernel(what: str, interpreted: str, tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_the_kernel_through_tritons_compiler_and_launcher(cuda_library_path: Path, tmp_path: Path) -> None:
+def test_the_kernel_runs_with_tritons_compiler_and_launcher(cuda_library_path: Path, tmp_path: Path) -> None:
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(BESIDE)]))
     settings = {
         "PYTHONPATH": path,

@@ -1,5 +1,3 @@
-"""The pump without faults: order, limits, merging, reports, and no activity when idle."""
-
 from __future__ import annotations
 
 import asyncio
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio
 
 
-async def test_a_stored_block_comes_back_by_a_load() -> None:
+async def test_a_load_restores_a_stored_block() -> None:
     rig = Rig()
     async with running(rig):
         original = rig.device.read(3)
@@ -39,19 +37,19 @@ async def test_a_stored_block_comes_back_by_a_load() -> None:
         rig.assert_nothing_held()
 
 
-async def test_a_load_is_submitted_on_the_spot_and_all_of_a_step_in_one_batch() -> None:
+async def test_all_loads_of_a_step_are_submitted_at_once_in_one_batch() -> None:
     rig = Rig()
     await rig.arena.prepare()
     rig.pump.submit_loads([load(1, [1, 2], [1, 2]), load(2, [3], [3])])
     (ticket,) = rig.copier.tickets
     assert ticket.direction is Direction.LOAD
-    assert ticket.runs.size.tolist() == [3 * 64, 3 * 32]  # also merges copies of different jobs
+    assert ticket.runs.size.tolist() == [3 * 64, 3 * 32]  # copies of different jobs are merged, too
     assert ticket.fences == (1,)
     ticket.finish()
     assert rig.outcomes() == {1: DONE, 2: DONE}
 
 
-async def test_the_fence_is_recorded_when_jobs_are_handed_in() -> None:
+async def test_the_fence_is_recorded_when_jobs_are_submitted() -> None:
     rig = Rig(blocks_in_flight=8)
     await rig.arena.prepare()
     rig.pump.submit_stores([store(1, [1], [1])])
@@ -62,7 +60,7 @@ async def test_the_fence_is_recorded_when_jobs_are_handed_in() -> None:
         assert ticket.fences == (1, 2)  # a batch shared by two jobs waits for both fences
 
 
-async def test_the_coroutine_does_not_sleep_between_parts_of_a_batch() -> None:
+async def test_the_coroutine_does_not_sleep_while_parts_of_a_batch_are_left() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_loads([load(1, [1], [1])])
@@ -74,11 +72,11 @@ async def test_the_coroutine_does_not_sleep_between_parts_of_a_batch() -> None:
             return query()
 
         ticket.query = start_a_part  # type: ignore[method-assign]
-        await wait_all_blocked()  # waits without letting time pass
+        await wait_all_blocked()  # this waits without letting time pass
         assert rig.copier.slices == 50
 
 
-async def test_loads_go_ahead_of_stores_that_wait() -> None:
+async def test_loads_start_before_waiting_stores() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_stores([store(1, range(8), range(8))])
@@ -90,7 +88,7 @@ async def test_loads_go_ahead_of_stores_that_wait() -> None:
         assert rig.outcomes() == {2: DONE}
 
 
-async def test_stores_in_flight_stay_under_their_bound_and_a_long_job_is_cut() -> None:
+async def test_stores_in_flight_stay_below_the_limit_and_a_long_job_is_split() -> None:
     rig = Rig(blocks_in_flight=4)
     async with running(rig):
         rig.pump.submit_stores([store(1, range(5), range(5)), store(2, [10, 11], [5, 6])])
@@ -109,7 +107,7 @@ async def test_stores_in_flight_stay_under_their_bound_and_a_long_job_is_cut() -
 
 
 @pytest.mark.parametrize("bound", [0.5, 1, 1.5])
-async def test_a_bound_below_two_blocks_lets_one_through_at_a_time(bound: float) -> None:
+async def test_a_limit_below_two_blocks_allows_one_block_at_once(bound: float) -> None:
     rig = Rig(blocks_in_flight=bound)
     async with running(rig):
         rig.pump.submit_stores([store(1, [0, 1], [0, 1])])
@@ -120,7 +118,7 @@ async def test_a_bound_below_two_blocks_lets_one_through_at_a_time(bound: float)
         assert rig.outcomes() == {1: DONE}
 
 
-async def test_only_the_oldest_ticket_of_a_lane_is_asked() -> None:
+async def test_only_the_oldest_ticket_of_a_lane_is_queried() -> None:
     rig = Rig()
     async with running(rig):
         for number in range(3):
@@ -133,7 +131,7 @@ async def test_only_the_oldest_ticket_of_a_lane_is_asked() -> None:
         assert list(rig.outcomes()) == [0, 1, 2]
 
 
-async def test_at_rest_nothing_wakes_up_and_nothing_is_asked() -> None:
+async def test_an_idle_pump_neither_wakes_up_nor_queries() -> None:
     rig = Rig()
     async with running(rig):
         before = statistics_of(rig.pump)
@@ -143,7 +141,7 @@ async def test_at_rest_nothing_wakes_up_and_nothing_is_asked() -> None:
         assert rig.clock.sleepers == 0
 
 
-async def test_polls_grow_rarer_while_nothing_ends_and_stop_when_all_has() -> None:
+async def test_polls_become_rarer_while_no_copy_ends_and_stop_after_the_last() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_stores([store(1, [1], [1])])
@@ -175,7 +173,7 @@ async def test_the_hook_does_not_wait_for_the_coroutine() -> None:
     async with running(rig):
         rig.pump.submit_loads([load(1, [1], [1])])
         rig.copier.tickets[0].finish()
-        with rig.pump._reaping:  # The coroutine's thread holds this lock.
+        with rig.pump._reaping:  # This stands for the coroutine's thread, which may hold the lock.
             rig.pump.poll()
             rig.pump.submit_loads([load(2, [2], [2])])
             rig.pump.submit_stores([store(3, [3], [3])])
@@ -183,7 +181,7 @@ async def test_the_hook_does_not_wait_for_the_coroutine() -> None:
         assert rig.outcomes() == {1: DONE}
 
 
-async def test_a_report_contains_only_news() -> None:
+async def test_a_report_contains_only_changes() -> None:
     rig = Rig()
     assert rig.pump.take_report() is None
     async with running(rig):
@@ -202,7 +200,7 @@ async def test_a_report_contains_only_news() -> None:
         assert not rig.has_work
 
 
-async def test_seconds_and_bytes_of_a_job() -> None:
+async def test_a_report_has_the_seconds_and_bytes_of_a_job() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_stores([store(1, [1, 2], [1, 2])])
@@ -216,7 +214,7 @@ async def test_seconds_and_bytes_of_a_job() -> None:
         assert len(rig.copier.tickets[0].runs) == 2
 
 
-async def test_a_job_is_taken_in_once() -> None:
+async def test_submitting_a_job_twice_is_an_error() -> None:
     rig = Rig()
     async with running(rig):
         with pytest.raises(IllegalTransition, match="transfer job 1 in state 'accepted'"):
@@ -234,7 +232,7 @@ async def test_a_job_is_taken_in_once() -> None:
         assert rig.outcomes() == {2: DONE}
 
 
-async def test_no_jobs_at_all() -> None:
+async def test_submitting_no_jobs_does_nothing() -> None:
     rig = Rig()
     async with running(rig):
         turns = statistics_of(rig.pump).wake_ups
@@ -252,13 +250,11 @@ async def test_ready_slots_are_reported_as_they_grow() -> None:
     reported = [(report.ready_slots, report.is_growing) for report in iter(rig.pump.take_report, None)]
     assert reported == [(16, False)]
     await rig.pump.close()
-    # the reported number never decreases, even after the memory is freed
+    # the reported number of slots never decreases, even after the memory was freed
     assert rig.pump.take_report() is None
 
 
-async def test_reports_say_whether_more_slots_are_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When memory is refused, the growth ends, and this is also reported."""
-
+async def test_reports_contain_whether_memory_is_still_growing(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
@@ -266,7 +262,7 @@ async def test_reports_say_whether_more_slots_are_on_their_way(monkeypatch: pyte
     rig = Rig(memory=memory)
     growth = asyncio.create_task(rig.arena.prepare())
     await wait_all_blocked()
-    assert rig.pump.take_report() is None  # this state is assumed before the first report
+    assert rig.pump.take_report() is None  # before the first report, the scheduler assumes this state
     reported = []
     for chunk in range(2):
         if chunk:
@@ -297,9 +293,9 @@ class PolledLock:
         self._pump.poll()
 
 
-async def test_an_end_that_the_hook_notices_just_after_a_turn_leaves_no_store_behind() -> None:
-    """Regression: the coroutine checked for work only after the hook could poll, and slept while stores were
-    queued.
+async def test_the_coroutine_starts_queued_stores_after_the_hook_noticed_an_end() -> None:
+    """Regression: a hook could poll just before the coroutine checked for work. The coroutine then slept
+    although stores were queued.
     """
     rig = Rig(blocks_in_flight=4)
     rig.copier.release()

@@ -1,5 +1,3 @@
-"""If cancelled at any await, the pump waits for started copies and then releases everything."""
-
 from __future__ import annotations
 
 import asyncio
@@ -15,7 +13,7 @@ from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, stor
 pytestmark = pytest.mark.asyncio
 
 
-async def test_cancelled_with_copies_pending_it_waits_for_them() -> None:
+async def test_a_cancelled_pump_waits_for_pending_copies() -> None:
     rig = Rig()
     async with running(rig) as task:
         rig.pump.submit_stores([store(1, range(8), range(8)), store(2, [9], [1])])
@@ -34,7 +32,7 @@ async def test_cancelled_with_copies_pending_it_waits_for_them() -> None:
         rig.assert_nothing_held()
 
 
-async def test_cancelled_by_a_scope_that_cancels_at_every_await_it_does_not_spin() -> None:
+async def test_a_pump_in_a_cancelled_scope_does_not_busy_wait() -> None:
     rig = Rig()
     await rig.arena.prepare()
     rig.pump.submit_loads([load(1, [1], [1])])
@@ -48,15 +46,15 @@ async def test_cancelled_by_a_scope_that_cancels_at_every_await_it_does_not_spin
         group.start_soon(rig.pump.run)
         await wait_all_blocked()
         group.cancel_scope.cancel()
-        # not part of the task group, because the clock must continue after the cancellation
+        # This task is not in the task group, because the clock must continue after the cancellation.
         ticker = asyncio.create_task(pass_time())
     await ticker
-    assert rig.copier.tickets[0].queries < 150  # 0.5 s in pauses of 5 ms, and some shorter pauses
+    assert rig.copier.tickets[0].queries < 150  # 0.5 s with pauses of 5 ms, and some shorter pauses
     assert rig.outcomes() == {1: DONE}
     rig.assert_nothing_held()
 
 
-async def test_a_copy_that_never_ends_does_not_keep_it_open() -> None:
+async def test_a_copy_that_never_ends_does_not_keep_the_pump_open() -> None:
     rig = Rig()
     async with running(rig) as task:
         rig.pump.submit_loads([load(1, [1], [1])])
@@ -107,7 +105,7 @@ async def test_a_closing_pump_takes_no_more_jobs() -> None:
         assert rig.copier.tickets == []
 
 
-async def test_drain_returns_what_it_leaves_behind_and_passes_its_cancellation_on() -> None:
+async def test_drain_returns_unfinished_jobs_and_propagates_its_cancellation() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_loads([load(1, [1], [1])])

@@ -1,7 +1,3 @@
-"""A pump with checksums: copies are reported only after their checksums are known, and corrupt blocks never
-count as loaded.
-"""
-
 from __future__ import annotations
 
 import asyncio
@@ -20,7 +16,7 @@ VERIFY = ["sample", "full"]
 
 
 async def stored(rig: Rig, slots: list[int], blocks: list[int], number: int = 1) -> None:
-    """Store blocks and compute their checksums. Later work of the copier and the reader is held."""
+    """Store blocks and compute their checksums. Hold later work of the copier and of the reader."""
     rig.copier.release()
     rig.pump.submit_stores([store(number, slots, blocks)])
     await rig.clock.advance(0.01)
@@ -69,7 +65,7 @@ async def test_a_load_of_corrupt_slots_is_corrupt_and_names_them(verify: str) ->
 
 
 @pytest.mark.parametrize("hand_in", ["store", "load"])
-async def test_the_time_of_reading_counts_as_waiting(hand_in: str) -> None:
+async def test_the_time_for_checksums_counts_as_queueing(hand_in: str) -> None:
     rig = Rig(verify="full")
     async with running(rig):
         await stored(rig, [1], [1])
@@ -88,7 +84,7 @@ async def test_the_time_of_reading_counts_as_waiting(hand_in: str) -> None:
     assert report.queue_s == pytest.approx(0.76)
 
 
-async def test_bytes_that_change_between_the_copy_and_the_check_are_noticed_too() -> None:
+async def test_bytes_changed_between_the_copy_and_the_check_are_detected() -> None:
     rig = Rig(verify="full")
     async with running(rig):
         await stored(rig, [1], [1])
@@ -100,7 +96,7 @@ async def test_bytes_that_change_between_the_copy_and_the_check_are_noticed_too(
             assert rig.outcomes() == {2: CORRUPT}
 
 
-async def test_the_next_batch_is_queried_while_the_checksums_of_one_are_being_read() -> None:
+async def test_the_next_batch_is_queried_while_checksums_are_computed() -> None:
     rig = Rig(verify="full")
     async with running(rig):
         await stored(rig, [1, 2], [1, 2])
@@ -115,7 +111,7 @@ async def test_the_next_batch_is_queried_while_the_checksums_of_one_are_being_re
         assert rig.outcomes() == {2: DONE, 3: DONE}
 
 
-async def test_a_loads_fence_is_the_hooks_and_it_starts_at_once() -> None:
+async def test_a_load_with_checksums_starts_at_once_with_the_hooks_fence() -> None:
     rig = Rig(verify="full")
     async with running(rig):
         await stored(rig, [1], [1])
@@ -126,7 +122,7 @@ async def test_a_loads_fence_is_the_hooks_and_it_starts_at_once() -> None:
         assert ticket.fences == (fences + 1,) == (rig.copier.fences,)
 
 
-async def test_the_bound_on_stores_counts_those_whose_checksums_are_being_read() -> None:
+async def test_the_limit_on_stores_includes_stores_whose_checksums_are_being_computed() -> None:
     rig = Rig(blocks_in_flight=4, verify="full")
     async with running(rig):
         rig.copier.release()
@@ -139,7 +135,7 @@ async def test_the_bound_on_stores_counts_those_whose_checksums_are_being_read()
         assert rig.outcomes() == dict.fromkeys(range(8), DONE)
 
 
-async def test_the_bound_on_stores_counts_no_copy_that_ended_after_it_was_abandoned() -> None:
+async def test_the_limit_on_stores_excludes_copies_that_ended_after_they_were_abandoned() -> None:
     rig = Rig(blocks_in_flight=4, verify="full")
     async with running(rig):
         rig.pump.submit_stores([store(number, [number], [number]) for number in range(4)])
@@ -182,7 +178,7 @@ async def test_a_job_whose_checksums_cannot_be_read_fails(hand_in: str, fault: s
 
 
 @pytest.mark.parametrize("hand_in", ["store", "load"])
-async def test_a_reading_that_never_ends_is_abandoned_with_the_time_of_its_copy(hand_in: str) -> None:
+async def test_checksums_that_never_end_are_abandoned_by_the_copys_timeout(hand_in: str) -> None:
     rig = Rig(verify="full")
     async with running(rig):
         await stored(rig, [1], [1])
@@ -204,7 +200,7 @@ async def test_a_reading_that_never_ends_is_abandoned_with_the_time_of_its_copy(
         rig.assert_nothing_held()
 
 
-async def test_a_load_that_ends_late_is_checked_all_the_same() -> None:
+async def test_a_load_that_ends_late_is_still_checked() -> None:
     rig = Rig(verify="full")
     async with running(rig):
         await stored(rig, [1], [1])
@@ -223,7 +219,7 @@ async def test_a_load_that_ends_late_is_checked_all_the_same() -> None:
         rig.assert_nothing_held()
 
 
-async def test_memory_is_kept_while_a_reading_may_touch_it() -> None:
+async def test_memory_is_kept_while_checksums_may_read_it() -> None:
     rig = Rig(verify="full")
     async with running(rig):
         await stored(rig, [1], [1])
@@ -238,8 +234,7 @@ async def test_memory_is_kept_while_a_reading_may_touch_it() -> None:
         assert rig.arena.ready_slots > 0
 
 
-async def test_loads_are_checked_when_the_coroutine_is_gone() -> None:
-    """Without the coroutine, only the hook polls."""
+async def test_loads_are_checked_without_the_coroutine() -> None:
     rig = Rig(verify="full")
     await rig.arena.prepare()
     rig.copier.release()

@@ -1,5 +1,3 @@
-"""Exceptions, hanging copies and dead threads: every job ends once, and every failure is logged."""
-
 from __future__ import annotations
 
 import asyncio
@@ -19,9 +17,7 @@ pytestmark = pytest.mark.asyncio
 
 @pytest.mark.parametrize("hand_in", ["load", "store"])
 @pytest.mark.parametrize("fault", ["fence", "submit", "ticket", "query", "tear"])
-async def test_a_fault_of_the_copier_fails_the_job_and_the_next_one_goes_well(
-    hand_in: str, fault: str
-) -> None:
+async def test_an_error_of_the_copier_fails_only_its_job(hand_in: str, fault: str) -> None:
     rig = Rig()
     async with running(rig):
         if fault == "fence":
@@ -47,7 +43,7 @@ async def test_a_fault_of_the_copier_fails_the_job_and_the_next_one_goes_well(
         rig.assert_nothing_held()
 
 
-async def test_a_fence_that_the_copier_refuses_is_recorded_by_the_load_itself() -> None:
+async def test_a_load_records_its_own_fence_if_the_steps_fence_was_refused() -> None:
     rig = Rig()
     await rig.arena.prepare()
     rig.copier.refuse_fence(CopyError("no event"))
@@ -116,7 +112,7 @@ async def test_when_one_part_of_a_store_fails_the_rest_is_not_started() -> None:
             first.fail()
             await rig.clock.advance(0.1)
         assert rig.outcomes() == {}  # the job's second part is still running
-        # the next job; the rest of this job is not copied
+        # a batch of the next job; the rest of the failed job is not copied
         assert rig.copier.tickets[2].runs.total_bytes == 96
         second.finish()
         assert rig.outcomes() == {1: FAILED}
@@ -126,7 +122,7 @@ async def test_when_one_part_of_a_store_fails_the_rest_is_not_started() -> None:
         rig.assert_nothing_held()
 
 
-async def test_when_a_later_part_cannot_be_submitted_the_job_waits_for_the_earlier() -> None:
+async def test_a_job_whose_later_part_is_refused_ends_after_its_earlier_parts() -> None:
     rig = Rig()
     async with running(rig):
         rig.pump.submit_stores([store(1, range(5), range(5))])
@@ -141,7 +137,7 @@ async def test_when_a_later_part_cannot_be_submitted_the_job_waits_for_the_earli
         rig.assert_nothing_held()
 
 
-async def test_a_copy_that_never_ends_is_abandoned_and_blocks_nothing() -> None:
+async def test_a_copy_that_never_ends_is_abandoned_and_delays_no_other_copy() -> None:
     rig = Rig(blocks_in_flight=1)
     async with running(rig):
         rig.pump.submit_stores([store(1, [1], [1]), store(2, [2], [2])])
@@ -178,7 +174,7 @@ async def test_an_abandoned_copy_that_ends_late_is_reported() -> None:
         rig.assert_nothing_held()
 
 
-async def test_when_the_coroutine_dies_the_hook_does_its_work() -> None:
+async def test_the_hook_does_the_coroutines_work_after_the_coroutine_has_ended() -> None:
     rig = Rig(blocks_in_flight=1)
     async with running(rig) as task:
         rig.pump.submit_stores([store(1, [1], [1]), store(2, [2], [2])])
@@ -217,8 +213,7 @@ async def test_when_the_loop_has_ended_the_hook_fails_waiting_jobs() -> None:
     rig.assert_nothing_held()
 
 
-async def test_a_loop_that_is_closed_under_the_coroutine_is_noticed() -> None:
-    """A coroutine that is dropped unfinished receives neither an error nor a cancellation."""
+async def test_closing_the_loop_of_a_running_coroutine_is_noticed() -> None:
     rig = Rig()
     await rig.arena.prepare()
     with capture_logs():
@@ -243,10 +238,7 @@ def run_and_drop(rig: Rig) -> None:
     coroutine.close()
 
 
-async def test_a_job_cannot_be_stranded_between_its_acceptance_and_the_death_of_the_coroutine() -> None:
-    """The hook checks that the coroutine runs, then appends the job. The coroutine may die between these two
-    actions.
-    """
+async def test_a_job_submitted_while_the_coroutine_ends_is_still_reported() -> None:
     rig = Rig()
     await rig.arena.prepare()
     rig.pump.submit_stores([store(1, [1], [1])])

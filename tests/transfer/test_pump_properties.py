@@ -1,5 +1,3 @@
-"""Random use of a pump: every job is reported once, after its copies have ended, and no memory stays held."""
-
 from __future__ import annotations
 
 import asyncio
@@ -49,7 +47,7 @@ moves = st.lists(
 
 
 class Life:
-    """A pump with jobs. If checksums are on, the test also holds their computation."""
+    """A pump with jobs. If checksums are on, the test also decides when they are computed."""
 
     def __init__(self, verify: str) -> None:
         self.rig = Rig(blocks_in_flight=3, verify=verify)
@@ -118,7 +116,7 @@ verify_modes = st.sampled_from(["off", "sample", "full"])
 
 
 @given(moves, verify_modes)
-def test_property_every_job_ends_once_and_nothing_stays_held(
+def test_property_every_job_ends_once_and_no_memory_stays_held(
     script: list[tuple[str, float]], verify: str
 ) -> None:
     async def live() -> None:
@@ -130,7 +128,7 @@ def test_property_every_job_ends_once_and_nothing_stays_held(
             life.rig.reader.release()
             await life.rig.clock.advance(3 * TIMEOUT_S)
             life.look()
-            life.look()  # includes checksums of abandoned copies, which the previous poll started
+            life.look()  # this also counts checksums of abandoned copies, which the previous poll started
             assert dict(life.reported) == dict.fromkeys(life.asked, 1)
             life.rig.assert_nothing_held()
             assert not task.done()
@@ -156,7 +154,7 @@ def test_property_a_cancelled_pump_reports_every_job_once(
             life.rig.reader.release()
             await life.rig.clock.advance(3 * TIMEOUT_S)
             life.look()
-            life.look()  # includes checksums of abandoned copies, which the previous poll started
+            life.look()  # this also counts checksums of abandoned copies, which the previous poll started
             assert task.done()
             assert dict(life.reported) == dict.fromkeys(life.asked, 1)
             life.rig.assert_nothing_held()
@@ -170,7 +168,7 @@ def test_property_a_cancelled_pump_reports_every_job_once(
     st.lists(st.lists(st.integers(0, 15), min_size=1, max_size=6, unique=True), min_size=1, max_size=4),
     st.sampled_from(["sample", "full"]),
 )
-def test_property_a_load_is_done_exactly_if_its_bytes_are_those_that_were_stored(
+def test_property_a_load_succeeds_exactly_if_its_bytes_are_the_stored_ones(
     rotten: set[int], loads: list[list[int]], verify: str
 ) -> None:
     async def live() -> None:
@@ -247,7 +245,7 @@ def test_with_real_threads_every_byte_arrives(verify: str) -> None:
 
 
 def await_reports(pump: TransferPump, count: int) -> None:
-    """Poll, take reports and continue, as an engine's steps do, until the test's time limit."""
+    """Poll, take reports and continue, as the steps of an engine do, until the test's time limit."""
     while count > 0:
         pump.poll()
         report = pump.take_report()

@@ -1,5 +1,3 @@
-"""Copies between real host memory and a remote tier in memory. Only verified bytes reach a host slot."""
-
 from __future__ import annotations
 
 import asyncio
@@ -92,9 +90,7 @@ def test_put_blocks_are_fetched_into_other_slots(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["no key", "a key"])
 @pytest.mark.parametrize("harm", ["flip", "cut", "swap", "trailer"])
-def test_r17_bytes_that_are_not_the_blocks_do_not_come_near_a_host_slot(
-    harm: str, key: TierKey | None
-) -> None:
+def test_r17_wrong_bytes_never_reach_a_host_slot(harm: str, key: TierKey | None) -> None:
     rig = Rig(key=key)
     for slot in range(3):
         rig.fill(slot)
@@ -117,10 +113,9 @@ def test_r17_bytes_that_are_not_the_blocks_do_not_come_near_a_host_slot(
 
 
 @pytest.mark.parametrize("verify", ["off", "full"])
-def test_r17_a_put_that_was_ended_before_it_read_its_slots_writes_nothing(
+def test_r17_a_put_cancelled_before_it_read_its_slots_writes_nothing(
     verify: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the put runs, the slots may contain other blocks, with other checksums."""
     rig, ended = Rig(verify), list[JobReport]()
     rig.fill(0)
 
@@ -172,7 +167,7 @@ def test_a_cancelled_fetch_changes_no_hints() -> None:
     assert (report.outcome, report.missing, rig.store.calls) == (FAILED, (), [])
 
 
-def test_what_is_missing_is_named_and_the_rest_comes() -> None:
+def test_missing_blocks_are_named_and_the_others_are_fetched() -> None:
     rig = Rig()
     rig.fill(0)
     rig.copy(Direction.STORE, [0], KEYS[:1])
@@ -183,7 +178,7 @@ def test_what_is_missing_is_named_and_the_rest_comes() -> None:
     assert (nothing.outcome, nothing.missing) == (FAILED, (0,))
 
 
-def test_a_full_store_takes_nothing_and_this_is_logged() -> None:
+def test_a_full_store_refuses_blocks_which_is_logged() -> None:
     rig = Rig()
     rig.store.is_full = True
     report = rig.copy(Direction.STORE, [0, 1], KEYS[:2])
@@ -201,7 +196,7 @@ def test_a_store_that_fails_fails_the_job() -> None:
     assert not rig.report().works
 
 
-def test_a_new_connection_registers_the_memory_too() -> None:
+def test_a_new_connection_registers_the_memory_again() -> None:
     rig = Rig()
     rig.fill(0)
     rig.copy(Direction.STORE, [0], KEYS[:1])
@@ -237,7 +232,7 @@ def test_a_slot_that_a_fetch_has_filled_has_a_checksum() -> None:
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["no key", "key"])
-def test_r17_a_value_that_was_forged_with_its_checksum_is_not_used_if_there_is_a_key(
+def test_r17_with_a_tier_key_a_value_forged_with_its_checksum_is_not_used(
     key: TierKey | None,
 ) -> None:
     rig, name = Rig(key=key), SHARD.name(KEYS[0])
@@ -255,7 +250,7 @@ def test_r17_a_value_that_was_forged_with_its_checksum_is_not_used_if_there_is_a
 
 
 @pytest.mark.parametrize("other", [None, TierKey(b"x" * 32)], ids=["no key", "another key"])
-def test_r17_engines_with_and_without_a_key_or_with_another_use_nothing_of_each_other(
+def test_r17_engines_with_different_tier_keys_use_none_of_each_others_values(
     other: TierKey | None,
 ) -> None:
     with_key = Rig(key=KEY)
@@ -269,10 +264,9 @@ def test_r17_engines_with_and_without_a_key_or_with_another_use_nothing_of_each_
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["no key", "key"])
 @pytest.mark.parametrize("call", ["seal", "is_whole"])
-def test_r17_what_is_written_to_the_stores_memory_after_a_check_is_not_used_if_there_is_a_key(
+def test_r17_with_a_tier_key_later_writes_to_the_stores_memory_are_not_used(
     key: TierKey | None, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mooncake lets other machines write to this memory."""
     rig, memory, real = Rig(key=key), list[memoryview](), getattr(remote, call)
     monkeypatch.setattr(rig.store, "register", memory.append)
 

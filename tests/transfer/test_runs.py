@@ -1,5 +1,3 @@
-"""Merged copies move the same bytes as copies of single blocks, and their number is minimal."""
-
 from __future__ import annotations
 
 import asyncio
@@ -45,15 +43,15 @@ def slot_bytes(arena: Arena, slot: int) -> bytes:
     ("pages", "padding", "slots", "blocks", "sizes"),
     [
         ([64, 32], [0, 0], (1, 2, 3), (4, 5, 6), [192, 96]),
-        ([64], [0], (3, 1, 2), (6, 4, 5), [192]),  # in another order
-        ([64], [0], (1, 2), (4, 6), [64, 64]),  # neighbours on one side
+        ([64], [0], (3, 1, 2), (6, 4, 5), [192]),  # blocks in another order
+        ([64], [0], (1, 2), (4, 6), [64, 64]),  # blocks that are adjacent on one side only
         ([64], [0], (1, 3), (4, 5), [64, 64]),
         ([64], [0], (2, 1), (4, 5), [64, 64]),
-        ([64], [0], (2, 3, 4, 5), (2, 3, 4, 5), [128, 128]),  # the end of a chunk lies between
-        ([64, 32], [0, 8], (1, 2), (4, 5), [128, 32, 32]),  # padded pages
+        ([64], [0], (2, 3, 4, 5), (2, 3, 4, 5), [128, 128]),  # blocks on both sides of the end of a chunk
+        ([64, 32], [0, 8], (1, 2), (4, 5), [128, 32, 32]),  # pages with padding
     ],
 )
-def test_neighbours_on_both_sides_become_one_copy_a_region(
+def test_blocks_adjacent_on_both_sides_become_one_copy_per_region(
     pages: list[int],
     padding: list[int],
     slots: tuple[int, ...],
@@ -66,7 +64,7 @@ def test_neighbours_on_both_sides_become_one_copy_a_region(
     arena.close()
 
 
-def test_the_direction_decides_what_is_source_and_what_target() -> None:
+def test_the_direction_decides_source_and_target() -> None:
     device = FakeDevice(4, [64])
     geometry = geometry_of(device.layout, 4).with_chunk([1 << 20])
     store = merge_runs(geometry, Direction.STORE, array(1), array(2))
@@ -91,7 +89,7 @@ def cases(draw: st.DrawFn) -> Case:
     padding = draw(st.lists(st.sampled_from([0, 0, 1, 64]), min_size=regions, max_size=regions))
     blocks, slots = draw(st.integers(1, 24)), draw(st.integers(1, 24))
     count = draw(st.integers(1, min(blocks, slots)))
-    # Half of the lists are sorted, so that some copies can be merged.
+    # Sort half of the lists, so that some copies can be merged.
     order = st.one_of(st.just(False), st.just(True))
     chosen = [
         sorted(picked) if draw(order) else picked
@@ -125,7 +123,7 @@ def test_property_a_round_trip_copies_every_byte_and_no_other(case: Case) -> Non
 
 
 @given(cases())
-def test_property_no_two_copies_could_be_one(case: Case) -> None:
+def test_property_no_two_copies_could_be_merged(case: Case) -> None:
     runs = merge_runs(case.arena.geometry, Direction.LOAD, case.slots, case.blocks)
     pieces = sorted(zip(runs.target.tolist(), runs.source.tolist(), runs.size.tolist(), strict=True))
     borders = set(case.arena.geometry.host_base.ravel().tolist())
@@ -140,7 +138,7 @@ def pieces_of(source: np.ndarray, target: np.ndarray, starts: np.ndarray, length
 
 
 @pytest.mark.parametrize("copy", [copy_by_memmove, choose_copy()])
-def test_more_pieces_than_one_call_to_the_kernel_takes(copy: Callable[[CopyRuns], None]) -> None:
+def test_more_pieces_than_one_system_call_takes_are_all_copied(copy: Callable[[CopyRuns], None]) -> None:
     source = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8)
     target = np.zeros_like(source)
     starts = np.arange(0, len(source), 16, dtype=np.int64)
@@ -151,12 +149,14 @@ def test_more_pieces_than_one_call_to_the_kernel_takes(copy: Callable[[CopyRuns]
 
 @pytest.mark.parametrize("arena_is_target", [False, True])
 @pytest.mark.parametrize("page", [512, 1024, 3072, 4096, 8192])
-def test_short_pieces_of_many_lengths_and_nothing_beside_them(page: int, arena_is_target: bool) -> None:
+def test_short_pieces_of_many_lengths_are_copied_without_changing_other_bytes(
+    page: int, arena_is_target: bool
+) -> None:
     draw = np.random.default_rng(page)
     pages = 12 * 2**20 // page
     source, target = (draw.integers(0, 256, (pages, page), np.uint8) for _ in range(2))
     expected = target.copy()
-    lengths = draw.integers(1, 3, pages // 4)  # in pages; most runs have one page
+    lengths = draw.integers(1, 3, pages // 4)  # the lengths are in pages; most runs have one page
     starts = np.cumsum(lengths) - lengths
     order = draw.permutation(len(lengths))
     places = np.cumsum(lengths[order]) - lengths[order] + pages // 3
@@ -171,7 +171,7 @@ def test_short_pieces_of_many_lengths_and_nothing_beside_them(page: int, arena_i
     assert (target == expected).all()
 
 
-def test_odd_lengths_are_not_cut_into_crumbs() -> None:
+def test_pieces_of_odd_lengths_are_copied() -> None:
     source = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8)
     target = np.zeros_like(source)
     starts = np.arange(0, len(source) - 1001, 1001, dtype=np.int64)
@@ -181,7 +181,7 @@ def test_odd_lengths_are_not_cut_into_crumbs() -> None:
     assert not target[:end].reshape(-1, 1001)[:, 1000].any()
 
 
-def test_long_pieces() -> None:
+def test_long_pieces_are_copied() -> None:
     source = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
     target = np.zeros_like(source)
     choose_copy()(pieces_of(source, target, array(0, 1 << 20), array(1 << 20, 2 << 20)))

@@ -1,5 +1,3 @@
-"""The limit on stores in flight falls when stores overlap with a load or run slowly, and rises again afterwards."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -19,7 +17,7 @@ CEILING, FLOOR, STEP = 64 * MIB, 8 * MIB, 8 * MIB
 
 
 class Flow:
-    """Ends one batch of 8 MiB per second, whose copies have 64 KiB each."""
+    """Ends one batch of 8 MiB per second. Each batch has copies of 64 KiB."""
 
     def __init__(self, ceiling: int = CEILING, slot_bytes: int = MIB) -> None:
         self.queue = StoreQueue(ceiling, slot_bytes)
@@ -41,7 +39,7 @@ class Flow:
         return int(self.queue.limit.value)
 
 
-def test_it_begins_at_its_ceiling_and_never_leaves_its_range() -> None:
+def test_the_limit_starts_at_its_maximum_and_stays_in_its_range() -> None:
     flow = Flow()
     assert flow.queue.limit.value == CEILING
     assert flow.end() == CEILING
@@ -49,20 +47,20 @@ def test_it_begins_at_its_ceiling_and_never_leaves_its_range() -> None:
     assert [flow.end() for _ in range(8)] == [*range(FLOOR + STEP, CEILING + 1, STEP), CEILING]
 
 
-def test_what_was_submitted_before_a_cut_makes_no_second_one() -> None:
+def test_batches_submitted_before_a_reduction_cause_no_second_reduction() -> None:
     flow = Flow()
     assert flow.end(load=True) == 32 * MIB
     assert flow.end(load=True, age=1.5) == 32 * MIB
     assert flow.end(load=True, age=0.5) == 16 * MIB
 
 
-def test_a_batch_at_half_of_the_best_speed_cuts_and_one_a_little_slower_does_not() -> None:
+def test_a_batch_at_half_the_best_speed_reduces_the_limit_and_a_slightly_slower_one_does_not() -> None:
     flow = Flow()
     assert [flow.end(gb_s) for gb_s in (10.0, 6.0, 4.0)] == [CEILING, CEILING, 32 * MIB]
     assert flow.end(9.0) == 40 * MIB
 
 
-def test_a_slower_way_is_recognized_after_a_while() -> None:
+def test_a_permanently_slower_link_is_recognized_after_some_batches() -> None:
     flow = Flow()
     flow.end(10.0)
     found = [flow.end(2.0) for _ in range(120)]
@@ -70,7 +68,7 @@ def test_a_slower_way_is_recognized_after_a_while() -> None:
     assert found[-1] == CEILING
 
 
-def test_short_copies_are_not_measured_by_long_ones_nor_small_batches_at_all() -> None:
+def test_short_copies_are_not_compared_with_long_ones_and_small_batches_are_ignored() -> None:
     flow = Flow()
     flow.end(50.0, piece=8 * MIB)
     assert flow.end(5.0, piece=4096) == CEILING
@@ -78,33 +76,26 @@ def test_short_copies_are_not_measured_by_long_ones_nor_small_batches_at_all() -
     assert flow.queue.limit.value == CEILING
 
 
-def test_a_wait_for_the_interpreters_lock_in_a_long_batchs_time_cuts_nothing() -> None:
-    """Between the driver calls for a batch of many copies, the thread may wait for the GIL, and the device
-    waits for the thread.
-    """
+def test_a_wait_for_the_gil_during_a_long_batch_does_not_reduce_the_limit() -> None:
     flow = Flow()
     assert [flow.end(gb_s, piece=4096) for gb_s in (10.0, 1.0)] == [CEILING, CEILING]
-    assert flow.end(0.5, piece=4096) == 32 * MIB  # no wait for the GIL takes that long
+    assert flow.end(0.5, piece=4096) == 32 * MIB  # No wait for the GIL takes that long.
 
 
-def test_an_unmeasured_duration_says_nothing() -> None:
+def test_a_batch_without_a_duration_does_not_change_the_limit() -> None:
     flow = Flow()
     assert flow.end(float("inf")) == CEILING
 
 
 @pytest.mark.parametrize("blocks", [0.5, 1, 3])
-def test_a_ceiling_of_a_few_blocks_is_its_own_floor(blocks: float) -> None:
+def test_a_maximum_of_a_few_blocks_is_also_the_minimum(blocks: float) -> None:
     ceiling = int(blocks * MIB)
     flow = Flow(ceiling, MIB)
     assert flow.end(load=True) == max(ceiling // 2, min(ceiling, 2 * MIB))
 
 
 @pytest.mark.asyncio
-async def test_stores_that_met_a_load_hold_back_until_it_is_over() -> None:
-    """Four batches of two blocks fit into the limit.
-
-    The batches are small while a load is pending. Some batches after the load, they are large again.
-    """
+async def test_stores_are_small_while_a_load_is_pending_and_grow_afterwards() -> None:
     rig = Rig(blocks_in_flight=8, slots=200)
     async with running(rig):
         assert statistics_of(rig.pump).store_bytes_bound == 8 * 96
@@ -135,7 +126,7 @@ async def test_stores_that_met_a_load_hold_back_until_it_is_over() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_failed_batch_says_nothing_of_the_way() -> None:
+async def test_a_failed_batch_does_not_change_the_limit() -> None:
     rig = Rig(blocks_in_flight=8)
     async with running(rig):
         rig.pump.submit_loads([load(0, [0], [0])])
@@ -148,7 +139,6 @@ async def test_a_failed_batch_says_nothing_of_the_way() -> None:
 
 @pytest.mark.asyncio
 async def test_a_report_contains_the_limit_on_stores() -> None:
-    """The limit falls from four blocks to two after a store has overlapped with a load."""
     rig = Rig(blocks_in_flight=4)
     async with running(rig):
         rig.pump.submit_loads([load(0, [0], [0])])

@@ -86,7 +86,7 @@ def test_a_state_of_zeros_is_noticed(on: Stage, scene: Callable[[Stage], dict[st
     on.rig.forget()  # removes blocks that were computed from zeroed states
 
 
-def test_a_state_that_is_stored_before_the_forward_pass_is_noticed(on: Stage) -> None:
+def test_the_comparison_detects_a_state_stored_before_its_forward_pass(on: Stage) -> None:
     """Before the forward pass, the block already has its key, but not its bytes."""
     from kvoffload_vllm.worker import VllmWorker
 
