@@ -86,7 +86,7 @@ class Server:
         while not is_ready():
             if self.process.poll() is not None or time.monotonic() > until:
                 last = " | ".join(log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-                raise RemoteError(f"the local store does not start: {last}")
+                raise RemoteError(f"the local server does not start: {last}")
             time.sleep(_POLL_S)
 
 

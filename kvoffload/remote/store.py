@@ -36,7 +36,9 @@ class Refusals:
         """Record the result of a put. `reason` says why values were refused; it is None if all were accepted."""
         self.fault = self.fault if reason is None else fault
         if reason is not None and reason != self._logged:
-            log.warning("remote_write_refused", reason=reason, note="what is in the store is read as before")
+            log.warning(
+                "remote_write_refused", reason=reason, note="values in the remote tier are still read"
+            )
         self._logged = reason
 
 

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SETTINGS",
         action="append",
         default=[],
-        help="settings of the disk, the store and the key: a JSON object, a file that holds one, or KEY=VALUE; may be repeated",
+        help="settings of the disk, the remote tier and the key: a JSON object, a file that holds one, or KEY=VALUE; may be repeated",
     )
 
 
