@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_PATIENCE_S = 30.0  # the limit for a wait in a test, far above what any wait needs
+_PATIENCE_S = 30.0  # the time limit of a wait in a test, in seconds
 
 
 class ThreadGate:

@@ -47,7 +47,7 @@ def play(world: World) -> list[object]:
 
 
 @pytest.mark.parametrize("policy", ["eager", "lazy"])
-def test_a_copy_is_equal_and_behaves_the_same(policy: str) -> None:
+def test_a_copied_world_is_equal_and_behaves_the_same(policy: str) -> None:
     world = busy(policy)
     before = fingerprint(world.core)
     assert before == fingerprint(busy(policy).core)

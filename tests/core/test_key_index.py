@@ -84,7 +84,7 @@ def test_each_dict_of_a_large_index_has_a_limited_size() -> None:
     assert min(sizes(index)) > MOST // 4  # no dict was split too early
 
 
-def test_a_small_index_is_one_dict() -> None:
+def test_a_small_index_uses_one_dict() -> None:
     assert sizes(index_of(random_keys(MOST))) == [MOST]
 
 

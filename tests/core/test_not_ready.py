@@ -93,7 +93,7 @@ def test_lazy_offers_again_once_memory_is_ready(is_ready: bool) -> None:
     assert (StoreOutcome.STORED in world.stores()) is is_ready
 
 
-def test_a_reset_leaves_nothing_waiting_for_memory() -> None:
+def test_after_a_reset_no_offer_waits_for_memory() -> None:
     world = World(host=0, is_growing=True)
     world.computed("old")
     world.reset()

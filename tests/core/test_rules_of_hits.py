@@ -549,7 +549,7 @@ def test_r14_a_request_that_may_not_wait_loads_the_blocks_itself() -> None:
     assert world.results == [("a", True), ("b", True)]
 
 
-def test_r14_an_engine_without_deferred_lookups_is_never_told_to_wait() -> None:
+def test_r14_an_engine_without_deferred_lookups_never_waits() -> None:
     world = World(promises=Promises(can_wait=False))
     world.only_on_host(TEXT)
     loading(world)

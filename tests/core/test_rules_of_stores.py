@@ -155,7 +155,7 @@ def test_r3_a_duplicate_that_no_longer_has_the_key_is_not_stored() -> None:
     assert world.stores()[StoreOutcome.STALE] + world.stores().get(StoreOutcome.NOT_HASHED, 0) == 3
 
 
-def test_r3_a_key_that_is_twice_in_one_offer_is_stored_once() -> None:
+def test_r3_a_key_offered_twice_at_once_is_stored_once() -> None:
     world = World()
     key = key_at("abcd", 4)
     one, two = named(world, key, key)

@@ -110,7 +110,10 @@ def handle(core: OffloadCore, fact: facts.Fact) -> None:
 
 
 def left_behind(core: OffloadCore) -> dict[str, object]:
-    """Return what requests, jobs and hits have left in the core, by name: nothing after the drain (R11)."""
+    """Return the state that requests, jobs and hits have left in the core, by name.
+
+    Nothing may be left after the drain (R11).
+    """
     state, pool = core.state, core.state.pool
     kept = {
         "pins": pool.pins,
@@ -423,7 +426,7 @@ class World:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, *requests: Req, tokens: int | None = None) -> TransferPlan:
-        """Run one step of these requests (by default all running ones), computing up to `tokens` tokens of each."""
+        """Run one step of these requests (by default all running requests), with up to `tokens` tokens each."""
         return self._step(requests or self.running(), tokens or self.shape.step_tokens)
 
     def idle_step(self) -> TransferPlan:
@@ -501,7 +504,7 @@ class World:
         return request
 
     def load_and_run(self, request: Req) -> None:
-        """Let an admitted request load what it found and compute the rest of its text."""
+        """Let an admitted request load its hit and compute the rest of its text."""
         self.step()
         self.finish()
         self.run(request)

@@ -83,11 +83,10 @@ class Scene:
         self.left[trouble] -= 1
 
     def tidy(self) -> None:
-        """Drop state that no later action can observe, so that states which differ only in such state become
-        equal.
+        """Drop state that no later action can observe, so that equal behaviour means equal states.
 
-        Dropped are past events, the number of steps, the numbers of jobs (but not their order), and bytes
-        that no engine may read.
+        The dropped state consists of past events, the number of steps, the numbers of jobs (but not their
+        order), and bytes that no engine may read.
         """
         world = self.world
         world.log.clear()

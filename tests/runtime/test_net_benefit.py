@@ -168,7 +168,7 @@ def test_the_extra_time_of_steps_during_copies_counts_as_a_cost() -> None:
     assert lost(side, "store") == before
 
 
-def test_an_idle_engine_loses_nothing() -> None:
+def test_an_idle_engine_counts_no_loss() -> None:
     side = Side(config=make_config(transfer_timeout_s=1e6))
     side.seen("d")
     decode(side, 0.010)

@@ -52,9 +52,7 @@ class EmulatedTicket(ChaosTicket):
 
 
 class EmulatedCopier(ChaosCopier):
-    """The copier of one rank. It causes three faults of `odds`: refusals, which may be partial, failing
-    queries, and hanging copies.
-    """
+    """The copier of one rank. Of the faults in `odds`, it causes refusals, failing queries and hangs."""
 
     emulator: ClassVar[Emulator]
     ranks: ClassVar[int] = 0

@@ -20,7 +20,7 @@ def test_the_table_of_versions_has_every_scene_and_locked_version() -> None:
     assert title == ["vLLM", *matrix.COLUMNS]
     assert set(matrix.SCENES.values()) == {scene.__name__ for scene in SCENES}
     labels = [row[0] for row in body]
-    # Runner V2 takes long, so the table has only those of its rows that were run.
+    # The rows of runner V2 take long, so they are in the table only if they were run.
     expected = [setup.label for setup in matrix.setups() if setup.runner == "V1" or setup.label in labels]
     assert labels == expected, "the table of versions is out of date: make vllm-versions"
     assert matrix.filled(README, body) == README, "the table was edited by hand: make vllm-versions"

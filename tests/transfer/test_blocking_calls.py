@@ -246,7 +246,7 @@ def test_a_connection_may_take_longer_than_a_call() -> None:
     rig.calls.close()
 
 
-def test_reads_come_before_writes() -> None:
+def test_queued_reads_are_made_before_queued_writes() -> None:
     rig = Rig()
     rig.open()
     rig.store.values.update({"write": b"write", "read": b"read"})

@@ -89,7 +89,7 @@ def test_a_refused_batch_fails_only_after_its_enqueued_copies() -> None:
     assert ticket.query() is TicketState.FAILED
 
 
-def test_a_device_in_error_raises() -> None:
+def test_an_error_of_the_device_is_raised() -> None:
     bench = Bench()
     ticket = bench.copier.submit(Direction.LOAD, bench.runs(), ())
     bench.cuda.device_error = True

@@ -88,7 +88,6 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
 
 def pairs(seed: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
-    # Some runs cross the end of a chunk; the others are scattered.
     slots = np.concatenate((np.arange(30, 50), random.permutation(30)))
     return slots.astype(np.int64), np.arange(50, dtype=np.int64)
 
@@ -199,6 +198,6 @@ def test_the_factory_chooses_by_device(gpu: Gpu) -> None:
     assert isinstance(copier, CudaCopier)
 
 
-def test_memory_is_pinned(gpu: Gpu) -> None:
+def test_the_host_memory_for_a_gpu_is_pinned(gpu: Gpu) -> None:
     array = np.frombuffer(gpu.arena.pages(0)[0], np.uint8)
     assert torch.from_numpy(array).is_pinned()
