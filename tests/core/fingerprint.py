@@ -1,6 +1,4 @@
-"""Computes fingerprints of states. Two states have the same fingerprint if and only if they are equal,
-whatever actions led to them.
-"""
+"""Computes fingerprints of states. Equal states have equal fingerprints, regardless of earlier actions."""
 
 from __future__ import annotations
 

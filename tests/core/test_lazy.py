@@ -100,7 +100,7 @@ def test_a_host_smaller_than_the_lookahead_does_not_store_repeatedly(host: int) 
 
 
 def test_the_lookahead_stops_at_the_lease_limit_and_continues_in_the_next_step() -> None:
-    # Stores may lease 6 blocks at once, and the planner looks at 20.
+    # stores may lease 6 blocks at once, but the planner looks at 20 blocks of the free queue
     world = lazy(full(), device=24, step_tokens=16)
     assert world.shape.lease_limit == 6
     for number in range(5):
@@ -169,6 +169,6 @@ def test_another_block_with_a_key_that_is_being_stored_is_not_offered() -> None:
     for _ in range(14):
         world.step(hungry, tokens=4)
     assert len(world.open_jobs()) == 1
-    assert world.offered() == 4  # The first look-ahead has offered one block of the second request.
+    assert world.offered() == 4
     world.drain()
     assert world.on_host(TEXT) == "xxx"

@@ -224,7 +224,7 @@ def test_lazy_stores_the_states_of_an_ending_request_if_few_blocks_are_free() ->
 # -- prefix boundaries ----------------------------------------------------------------------------------------------------
 
 SHARED = "abcdefghnopqr"
-"""shares its first two blocks with `TEXT`"""
+"""the first two blocks are those of `TEXT`"""
 
 
 def boundary(world: World, name: str) -> int:

@@ -125,7 +125,7 @@ def test_r17_a_lost_value_loses_the_blocks_after_it_and_one_fetch() -> None:
     del first.store[first.remote.namespace, keys_of(TEXT, full())[1], 0]
     request = other.add("late", TEXT, answers=False)
     keys = tuple(keys_of(TEXT, full())[:3])
-    # The store reports keys that it does not have.
+    # The remote tier reports keys that it does not have.
     other.tell(facts.RemoteAnswered(request.name, other.remote.namespace, keys))
     assert other.lookup(request) is None
     other.idle_step()

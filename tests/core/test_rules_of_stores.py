@@ -131,7 +131,7 @@ def test_r3_a_duplicate_is_offered_again_when_the_first_store_fails(how: str) ->
     mine, others = one.tables[0][:3], two.tables[0][:3]
     assert set(mine).isdisjoint(others)
     assert stored_blocks(world) == mine
-    assert not any(world.device.leased[block] for block in others)  # no other block is leased in the meantime
+    assert not any(world.device.leased[block] for block in others)
     for job in world.open_jobs():
         if how == "fails":
             world.finish(job, outcome=FAILED)
@@ -586,7 +586,7 @@ def evict(world: World, name: str, text: str) -> None:
 def test_r8_a_block_evicted_in_the_middle_of_a_request_is_stored_again() -> None:
     world = World(host=2)
     world.serve("first", "abcdefghi")
-    request = world.computed(text="abcdefghi")  # The request's blocks are on the device and on the host.
+    request = world.computed(text="abcdefghi")
     assert world.stores()[StoreOutcome.ALREADY_CACHED] == 2
     evict(world, "b", "012345678")
     assert world.on_host("abcdefgh") == ".."
@@ -700,7 +700,7 @@ def squeeze(world: World, blocks: int) -> None:
     world.serve(f"x{world.steps}", (f"{world.steps:<9}" * 9)[: 4 * blocks + 1])
 
 
-LONG = "abcdefghijklmnopq"  # four blocks
+LONG = "abcdefghijklmnopq"
 
 
 def make_used(world: World, how: str) -> None:
@@ -896,7 +896,7 @@ def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_o
     world = World(step_tokens=4)
     request = world.admitted("a", TEXT)
     world.step()
-    for _ in range(3):  # each run creates a job for one block
+    for _ in range(3):
         world.step()
     head, tail, stuck = world.open_jobs()
     world.finish(head)
@@ -936,7 +936,7 @@ def test_r15_the_head_is_evicted_last_after_a_load_and_a_late_store_of_the_earli
     world.admit(request)
     world.step()
     (load,) = world.open_jobs(Direction.LOAD)
-    world.finish(*others)  # The middle blocks arrive for the new block table before the head is loaded.
+    world.finish(*others)  # The middle blocks are stored for the new block table before its head is loaded.
     world.finish(load)
     world.preempt(request)
     world.idle_step()

@@ -245,7 +245,7 @@ class DevicePool:
 class Req:
     name: RequestId
     text: str
-    state: str = "waiting"  # waiting, loading, running or ended
+    state: str = "waiting"  # "waiting", "loading", "running" or "ended"
     tables: list[list[DeviceBlockId]] = field(default_factory=list)
     computed: int = 0
     reported_keys: list[int] = field(default_factory=list)
@@ -658,7 +658,7 @@ class World:
         first = group.first_needed_token(seen) // size
         table: list[DeviceBlockId | None] = []
         if group.kind is AttentionKind.RECURRENT:
-            end = seen  # the step will allocate the next block
+            end = seen
         for position in range(-(-end // size)):
             if position < first:
                 table.append(NULL_BLOCK)

@@ -24,7 +24,7 @@ from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import DiskRecord, Invalidate, Put
 
 RANKS = 2
-SLOT_BYTES = 6000  # not a multiple of a sector
+SLOT_BYTES = 6000  # a slot's size need not be a multiple of a disk sector
 
 
 def shape_of(rank: int, slot_bytes: int = SLOT_BYTES) -> SlotShape:

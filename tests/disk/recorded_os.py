@@ -24,7 +24,7 @@ class Inode:
     durable: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int, bytes | None]] = field(
         default_factory=list
-    )  # offset and data; without data, the offset is the file's new size
+    )  # each change is an offset and data; without data, the offset is the file's new size
 
 
 class Disk:
@@ -33,7 +33,8 @@ class Disk:
     def __init__(self) -> None:
         self.inodes: dict[int, Inode] = {}
         self.names: dict[str, int] = {}
-        self.pending_names: list[tuple[str, str | None, int]] = []  # new name, old name, inode
+        # Each change is a new name, an old name and an inode.
+        self.pending_names: list[tuple[str, str | None, int]] = []
 
     def left(self, random: Random, folder: Path) -> None:
         """Write into a folder the files that a power failure at this moment can leave."""
@@ -131,7 +132,7 @@ class RecordedOs:
             os.fsync(descriptor)
             self._synced(inode)
             return
-        for new, old, number in self._disk.pending_names:  # Tests use only one folder.
+        for new, old, number in self._disk.pending_names:  # All files are in one folder.
             self._disk.names[new] = number
             self._disk.names.pop(old or "", None)
         self._disk.pending_names = []

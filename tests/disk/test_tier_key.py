@@ -23,7 +23,7 @@ def link(path: Path) -> None:
     path.symlink_to(write(path.with_name("real")))
 
 
-# Ways of making a key file that is refused, each with a part of the error's text.
+# Each function makes a key file that is refused with this part of an error text.
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "No such file"),
     "a link": (link, "it is a link"),

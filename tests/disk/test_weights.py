@@ -192,6 +192,6 @@ def test_r18_with_a_tier_key_forged_saved_digests_are_ignored(
     assert weights_identity(model, memory, key=key, now_ns=later) == before
     assert sizes == []
     data = memory.read_bytes()
-    at = data.index(b'"', data.rindex(b", ")) + 1  # the position of a digest
+    at = data.index(b'"', data.rindex(b", ")) + 1
     memory.write_bytes(data[:at] + b"0" * 32 + data[at + 32 :])
     assert (weights_identity(model, memory, key=key, now_ns=later) == before) is (key is not None)

@@ -118,7 +118,7 @@ _STATES = (recurrent(), full(group=1))
 _ONE = {"a": LONG}
 
 WORLDS: Mapping[str, SmallWorld] = {
-    # stores, starting with an empty host
+    # stores into a host that is empty at the start
     "one request": SmallWorld(
         texts=_ONE, often=dict.fromkeys(("fail", "late", "reset", "preempt", "grow"), 1)
     ),
@@ -281,7 +281,7 @@ WORLDS: Mapping[str, SmallWorld] = {
         hints=2,
         after_hits=0,
     ),
-    # The engine or the operator breaks the contract in these worlds.
+    # In these worlds, the engine or the operator breaks the contract.
     "switched off": SmallWorld(served=(LONG,), often={"degrade": 1, "fail": 1}, ranks=2),
     "violations": SmallWorld(served=(LONG,), often={"violation": 1, "preempt": 1, "forget": 1}),
 }

@@ -103,7 +103,7 @@ class Rig:
         self.engine = Engine(config_of(kind, **options), self.plugin, clock=now)
         self.streams: list[tuple[tuple[int, ...], int, TokenStream]] = []
         if options.get("starts_ready", True):
-            self.portal.advance()  # this prepares the host memory
+            self.portal.advance()
             self.engine.step()  # this step reports the host memory to the scheduler's side
 
     def _make_copier(self, rank: Rank) -> GatedCopier:

@@ -162,7 +162,7 @@ def test_r18_with_a_tier_key_renamed_files_of_other_weights_are_not_served(
     key = key_file(tmp_path / "a") if has_key else {}
     leave_on_disk(start(extra={**key, "weights_id": "one"}))
     start(extra={**key, "weights_id": "two"})
-    start(folder="another")  # starting another engine ends the second one
+    start(folder="another")
     one, two = sorted(tmp_path.glob("disk/*/replica0"), key=lambda path: path.parent.stat().st_ctime_ns)
     shutil.rmtree(two)
     one.rename(two)

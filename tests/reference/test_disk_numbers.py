@@ -11,7 +11,7 @@ from kvoffload.telemetry.exporter import KVOffloadCollector
 from tests.conservation import conservation
 from tests.reference.rig import BLOCK, KINDS, Rig, open_loads, rig, slot_bytes, text
 from tests.reference.test_disk import MORE, PROMPT, StartEngine, copied, leave_on_disk
-from tests.reference.test_disk import start as start  # imports a fixture
+from tests.reference.test_disk import start as start  # this imports a fixture
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -75,7 +75,7 @@ def test_bad_settings_stop_the_start_with_one_error_and_leave_nothing_running(
 
 def assert_no_threads_but(before: set[threading.Thread]) -> None:
     for thread in set(threading.enumerate()) - before:
-        thread.join(PATIENCE_S)  # the thread ends some time after it was asked to
+        thread.join(PATIENCE_S)
         assert not thread.is_alive(), thread
 
 

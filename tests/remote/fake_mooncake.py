@@ -24,7 +24,7 @@ def _arrive(call: str) -> int:
     order = _FOLDER / "orders" / call
     what = order.read_text() if order.exists() else ""
     if what == "hang":
-        ctypes.PyDLL(None).pause()  # keeps the GIL, as the real client does while it connects
+        ctypes.PyDLL(None).pause()  # this keeps the GIL, as the real client does while it connects
     elif what == "abort":
         os.abort()
     elif what == "kill":

@@ -18,7 +18,7 @@ class Mooncake(LocalMooncake):
 
     def __init__(self, folder: Path, *options: object, node_bytes: int = 2**28) -> None:
         if find_library("ibverbs") is None:
-            pytest.skip("needs ibverbs: make tools")  # the same text as for the mark `tools`
+            pytest.skip("needs ibverbs: make tools")  # as for the mark `tools`
         super().__init__(folder, node_bytes, options)
 
 

@@ -60,7 +60,6 @@ class World:
     def step(self, seconds: float = 0.0) -> None:
         self.clock.jump(seconds)
         for engine in self.engines:
-            # The first round runs a probe, the second the calls that wait for it, the third their ends.
             for _ in range(3):
                 engine.reported += engine.take_facts()
 
@@ -255,7 +254,7 @@ def test_a_new_generation_is_newer_than_all_earlier_ones_with_any_clock(
     first, second = keyed.start(), keyed.start()
     was = read(first)
     del keyed.store.values[NAME]
-    # Twelve days after 1970, as on a machine whose clock was never set.
+    # as on a machine whose clock was never set: twelve days after 1970
     monkeypatch.setattr(time, "time_ns", lambda: 10**15)
     keyed.step(LOOK_PERIOD_S)
     assert read(first) == read(second) != was

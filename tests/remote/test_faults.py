@@ -42,7 +42,7 @@ T = TypeVar("T")
 LOAD, STORE = Direction.LOAD, Direction.STORE
 SIZE = slot_bytes("full") + TRAILER_BYTES
 TIMEOUT_S = 1.5
-# In seconds; far more than a test needs, because the machine may be busy.
+# The limit is far above what a test needs, because the machine may be busy.
 pytestmark = pytest.mark.timeout(240)
 PROMPTS = [text(seed, 10 * BLOCK) for seed in range(10, 14)]
 
@@ -90,7 +90,7 @@ def meet(first: Served, second: Served) -> None:
     had, ends = (
         second.copied(LOAD),
         time.monotonic() + 3 * PATIENCE_S,
-    )  # each pause of a circuit breaker is longer than the previous pause
+    )
     for seed in itertools.count(100):
         assert time.monotonic() < ends
         for engine in (first, second):

@@ -133,7 +133,7 @@ def test_the_engines_process_never_calls_the_mooncake_client(start: StartEngine,
     find(second, PROMPT)
     made = set(fake.pids())
     assert os.getpid() not in made
-    # two engines, each with one process for the scheduler and one for each of two ranks
+    # each of the two engines has one process for the scheduler and one for each of two ranks
     assert len(made) == 2 * 3
     for engine in (first, second):
         engine.engine.close()
@@ -208,7 +208,7 @@ def test_r17_a_client_that_does_not_connect_is_only_probed_and_used_later(
         engine.step_until(lambda: len(fake.pids("setup")) > 2)
         engine.run()
     assert all(reason in each for each in of_event(lines, "remote_fails"))
-    # One line from the scheduler's side, and one from the rank.
+    # The scheduler's side and the rank each log one line.
     assert len(of_event(lines, "remote_fails")) == 2
     assert tier_state(engine.offload, Tier.REMOTE) is TierState.OPENING
     monkeypatch.setattr(mooncake, "CONNECT_S", PATIENCE_S)

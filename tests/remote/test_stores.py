@@ -204,7 +204,7 @@ def test_packs_are_read_concurrently(
 
     monkeypatch.setattr(new_packs, "_read_range", counted)
     assert new_packs.get(shard, KEYS[:5], values(new_packs, 5)) == [SIZE] * 5
-    assert len(most) == 10  # five indexes, then five values
+    assert len(most) == 10  # five reads of an index, then five reads of a value
     assert max(most[:5]) == min(at_once, 5)
     assert max(most[5:]) == 5
 

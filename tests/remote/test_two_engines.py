@@ -94,7 +94,7 @@ def test_r18_after_a_reset_only_the_engine_that_was_reset_loses_earlier_blocks(
     third.run(OTHER)
     assert third.copied(Direction.LOAD) > 0
     assert {second.namespace, third.namespace} == {shared}
-    late = start(url, weights_id="others").opened()  # stands for a restart of the first engine
+    late = start(url, weights_id="others").opened()  # this stands for a restart of the first engine
     for fresh in (first, late):
         for prompt in (PROMPT, OTHER):
             fresh.run(prompt)

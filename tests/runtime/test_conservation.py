@@ -28,7 +28,7 @@ def test_the_end_of_the_last_request_is_audited_and_steps_are_not() -> None:
     for _ in range(3):
         side.step()
     assert audits(side) == before
-    plan = loading(side)  # an audit has already run at the end of an earlier request
+    plan = loading(side)
     assert audits(side) == before + 1
     side.done(plan)
     assert audits(side) == before + 1

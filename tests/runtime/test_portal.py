@@ -83,7 +83,7 @@ def test_a_sleeping_coroutine_without_references_is_not_collected(portal: Portal
     begun, ended = Future[None](), Future[None]()
     portal.spawn(forever, begun, ended)
     begun.result(PATIENCE_S)
-    portal.spawn(thread_name, "").result(PATIENCE_S)  # now the thread sleeps in its loop
+    portal.spawn(thread_name, "").result(PATIENCE_S)  # from here on, the thread sleeps in its loop
     gc.collect()
     assert not ended.done()
     assert portal.close(PATIENCE_S)

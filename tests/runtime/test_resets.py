@@ -66,7 +66,7 @@ def test_a_reset_does_not_wait_for_an_abandoned_copy() -> None:
     side.step()
     assert reported[-1] == ResetEnded(1, 1)
     assert draining(side) == 0
-    assert side.side.reset() is True  # the copy's memory is quarantined
+    assert side.side.reset() is True
 
 
 @pytest.mark.parametrize("seed", range(5))

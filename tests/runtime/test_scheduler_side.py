@@ -67,7 +67,7 @@ def test_a_lookup_waits_for_another_requests_load_until_the_time_limit() -> None
     assert side.side.lookup(other, 0) is None
     side.clock.jump(0.1)
     assert side.side.lookup(other, 0) == RELOAD
-    side.allocated("b", RELOAD)  # the request starts to wait again
+    side.allocated("b", RELOAD)
     side.done(side.step())
     side.step(("b", RELOAD), preempted=["b"])
     assert not side.side._deferred

@@ -39,7 +39,7 @@ class Side:
         self._jobs = 0
 
     def registered(self) -> Side:
-        assert self.side.register(self.device.layout) == 10  # the other rank has half of the bytes
+        assert self.side.register(self.device.layout) == 10  # this rank has half of the bytes
         self.portal.advance()
         return self
 
@@ -75,7 +75,7 @@ def test_the_start_logs_the_host_size_and_its_ratio_to_the_device() -> None:
         "event": "worker_registered",
         "log_level": "info",
         "rank": 1,
-        "host_bytes": "2.6 KiB",  # the memory for both ranks
+        "host_bytes": "2.6 KiB",  # this is the memory for both ranks
         "slots": 14,
         "slot_bytes": SLOT_BYTES,
         "times_device": 2.0,  # the device has 7 blocks, so this allows 14 slots

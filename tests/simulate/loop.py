@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LONGEST_S = 1000.0  # many times longer than the longest run
+_LONGEST_S = 1000.0  # the limit on simulated time, many times longer than the longest run
 
 
 class Stuck(Exception):

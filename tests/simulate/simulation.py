@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from kvoffload.model.ids import Rank
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_MOST_STEPS = 4_000  # many times more than the longest run has
+_MOST_STEPS = 4_000  # the limit on steps, many times more than the longest run has
 _MOST_LAST_STEPS = 60
 _BASE_TOKENS = 20
 _MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -119,7 +119,7 @@ class Simulation:
         )
         if self._keep is not None:
             self._follow(self._keep)
-        # This count continues after the core has raised.
+        # the bus counts these facts even after the core has raised
         self.offload.bus.count(JobOverdue, self._note_overdue)
         self.offload.bus.count(TierCopyEnded, self._note_copy_below)
         self.offload.bus.count(RemoteOpened, self._check_namespace)

@@ -121,7 +121,7 @@ class Operator:
         self._world.reset()
 
     async def _device_forgets(self) -> None:
-        self._world.engine.pool.reset_prefix_cache()  # does nothing while a request uses the cache
+        self._world.engine.pool.reset_prefix_cache()  # this does nothing while a request uses the cache
 
     async def _preempt(self) -> None:
         running = [request.request_id for request in self._world.engine._scheduler.running]

@@ -235,7 +235,7 @@ async def test_half_a_tebibyte_delays_the_start_by_seconds_and_no_step() -> None
     task = asyncio.create_task(arena.prepare(with_pauses=True))
     await asyncio.sleep(0)
     steps = 0
-    while not task.done():  # the event loop runs between two chunks
+    while not task.done():
         steps += 1
         await asyncio.sleep(0)
         clock.jump(0.01)

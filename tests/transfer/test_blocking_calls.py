@@ -370,7 +370,7 @@ def test_the_exit_waits_once_for_all_calls_except_hanging_ones(monkeypatch: pyte
 def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: pytest.MonkeyPatch) -> None:
     gate, pauses = ThreadGate(), list[int]()
     real = blocking_calls._foreign_threads
-    others = real()  # threads that the test runner has started
+    others = real()  # the test runner may have started other threads
     monkeypatch.setattr(blocking_calls, "_foreign_threads", lambda: real() - others)
 
     def pause(_: float) -> None:

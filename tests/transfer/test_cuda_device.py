@@ -19,7 +19,7 @@ from kvoffload.transfer.runs import CopyRuns, merge_runs
 from tests.captured_logs import capture_logs
 from tests.gates import ManualExecutor
 
-# ignores warnings about Triton's own defaults
+# Triton warns about its own defaults
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:TRITON_")]
 
 BLOCKS, SLOTS = 64, 96

@@ -149,7 +149,7 @@ async def test_polls_become_rarer_while_no_copy_ends_and_stop_after_the_last() -
         early = statistics_of(rig.pump).wake_ups
         await rig.clock.advance(1.0)
         late = statistics_of(rig.pump).wake_ups - early
-        assert late == pytest.approx(200, abs=2)  # one poll every 5 ms
+        assert late == pytest.approx(200, abs=2)  # the pump polled every 5 ms for a second
         rig.copier.release()
         await rig.clock.advance(1.0)
         rest = statistics_of(rig.pump).wake_ups

@@ -89,7 +89,7 @@ def cases(draw: st.DrawFn) -> Case:
     padding = draw(st.lists(st.sampled_from([0, 0, 1, 64]), min_size=regions, max_size=regions))
     blocks, slots = draw(st.integers(1, 24)), draw(st.integers(1, 24))
     count = draw(st.integers(1, min(blocks, slots)))
-    # Sort half of the lists, so that some copies can be merged.
+    # Half of the lists are sorted, so that some copies can be merged.
     order = st.one_of(st.just(False), st.just(True))
     chosen = [
         sorted(picked) if draw(order) else picked
