@@ -17,7 +17,7 @@ from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import Event, TierCopyEnded
 from kvoffload.model.wire import Direction
 from tests.captured_logs import capture_logs
-from tests.reference.rig import BLOCK, KINDS, Options, Rig, rig, slot_bytes, text
+from tests.reference.rig import BLOCK, KINDS, TIMEOUT_S, Options, Rig, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
 MORE = [text(seed, 10 * BLOCK) for seed in range(2, 12)]
@@ -272,7 +272,7 @@ def test_copies_that_ended_while_no_step_was_made_are_not_abandoned(start: Start
     made.submit(PROMPT)
     made.drain_requests()
     made.drain()
-    made.pass_time(3600)
+    made.pass_time(10 * TIMEOUT_S)
     made.portal.disks[0].release()
     made.run(PROMPT)
     settle(made)
