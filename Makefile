@@ -30,11 +30,13 @@ WITH_SGLANG = env $(AGAINST_WHEEL) SGLANG_USE_CPU_ENGINE=1 $(SGLANG) -m pytest
 VLLM_TESTS := tests/vllm --ignore=tests/vllm/versions
 BENCH = OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.bench
 VLLM_BENCH = VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR) $(VLLM) -m tests.bench
+# Our tier below vLLM's own connector is for vLLM 0.33 and newer.
+TIERS_BENCH = VLLM_LOGGING_LEVEL=ERROR PYTHONPATH=$(CURDIR)/$(VENV)/vllm-overlays/0.33.0:$(CURDIR) $(VLLM) -m tests.bench
 ON_SGLANG = PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(SGLANG)
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env sglang-env kernel-env tools clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env sglang-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -175,7 +177,10 @@ bench-engine: venv  ## time the reference engine with and without offloading
 	@$(BENCH) engine $(ARGS)
 
 bench-fs: venv vllm-env  ## time prompts after a restart beside vLLM's fs tier
-	@$(VLLM_BENCH) fs $(ARGS)
+	@$(TIERS_BENCH) fs $(ARGS)
+
+bench-hicache: sglang-env  ## the same beside SGLang's file backend
+	@$(ON_SGLANG) -m tests.bench hicache $(ARGS)
 
 bench-hooks: venv vllm-env  ## time the scheduler's hooks beside vLLM's connector
 	@$(VLLM_BENCH) hooks $(ARGS)

@@ -16,6 +16,7 @@ BENCHES = (
     "disk",
     "engine",
     "fs",
+    "hicache",
     "hooks",
     "queue",
     "remote",

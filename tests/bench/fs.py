@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -94,6 +95,8 @@ class Side:
     answers: list[tuple[int, ...]] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
     written: int = 0
+    flipped: list[tuple[int, ...]] = field(default_factory=list)
+    """the answers of an engine on a damaged folder"""
     not_read: int = 0
     """The number of timed prompts that were not read completely from the disk."""
 
@@ -126,6 +129,14 @@ class Side:
                     size = self.size.blocks * self.size.block_bytes
                     self.not_read += moved("read_bytes") - before < size
         self.read.append(moved("read_bytes") - began)
+
+    def return_to_damage(self, prompts: Sequence[Prompt]) -> None:
+        """Flip bits in the folder's files, then run an engine, whose writes do not count."""
+        flip_bits(self.folder)
+        written = self.written
+        with self._living() as llm:
+            self.flipped = [serve(llm, prompt)[1] for prompt in prompts]
+        self.written = written
 
     def left(self) -> int:
         return sum(path.stat().st_blocks * 512 for path in files_in(self.folder))
@@ -207,6 +218,15 @@ def forget_pages(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def flip_bits(folder: Path) -> None:
+    """Flip a bit of a number's exponent in every 4 KiB of each file, except in the first."""
+    for path in files_in(folder):
+        data = bytearray(path.read_bytes())
+        for place in range(2 * 4096 - 1, len(data), 4096):
+            data[place] ^= 0x40
+        path.write_bytes(data)
+
+
 def draw_prompts(size: Size, count: int, seed: int = 0) -> list[list[int]]:
     draw = random.Random(seed)
     return [draw.choices(range(256), k=size.blocks * engines.BLOCK + 9) for _ in range(count)]
@@ -225,6 +245,8 @@ def play(root: Path, size: Size, turns: int, count: int) -> list[Side]:
         for side in sides[turn % 4 :] + sides[: turn % 4]:
             side.return_to(prompts)
         prompts = [prompts[-1], *prompts[:-1]]
+    for side in sides:
+        side.return_to_damage(prompts)
     return sides
 
 
@@ -243,8 +265,15 @@ def lines(sides: Sequence[Side]) -> Iterator[Line]:
         yield line(f"left on the disk, {side.name}", [side.left() / 2**20], " MiB")
     for side in sides[1:]:
         yield line(f"timed prompts not from the disk, {side.name}", [side.not_read], "", at_most=0)
-        yield line(f"answers that differ, {side.name}", [differing(none, side)], "", at_most=0)
+        per_read = side.written / statistics.mean(side.read)
+        yield line(f"written for each byte that an engine reads back, {side.name}", [per_read], "x")
+        yield line(
+            f"answers that differ, {side.name}", [differing(none.answers, side.answers)], "", at_most=0
+        )
+        wrong = differing(none.flipped, side.flipped)
+        most = None if side is fs else 0
+        yield line(f"answers that differ after flipped bits, {side.name}", [wrong], "", at_most=most)
 
 
-def differing(one: Side, other: Side) -> int:
-    return sum(mine != its for mine, its in zip(one.answers, other.answers, strict=True))
+def differing(some: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> int:
+    return sum(one != other for one, other in zip(some, others, strict=True))

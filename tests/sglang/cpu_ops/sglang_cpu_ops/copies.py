@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
 def define() -> None:
     """Add the copy functions to SGLang's modules, which import such functions only on a GPU."""
-    from sglang.srt.mem_cache.pool_host import common, mamba, mha, mla
+    from sglang.srt.mem_cache.pool_host import base, common, mamba, mha, mla
 
     common._cuda_host_register = lambda *_, **__: None
+    # SGLang's own backends read into pinned pages, which torch has on a GPU only.
+    base.HostKVCache.pin_memory = property(lambda _: False, lambda *_: None)
     for module in (mha, mla, mamba):
         module.transfer_kv_direct = copy_rows
         module.transfer_kv_per_layer_direct_pf_lf = copy_layer_from_pages
