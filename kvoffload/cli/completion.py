@@ -1,4 +1,4 @@
-"""`kvoffload completion SHELL`: prints a script with which a shell completes commands and options."""
+"""`kvoffload completion SHELL`: prints the shell's completion script for commands and options."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ class BlockTables:
         self._recycles = [group.recycles_blocks for group in groups]
         self._recurrent = [group.kind is AttentionKind.RECURRENT for group in groups]
         self.entries: dict[DeviceBlockId, TableEntry] = {}
-        """For each block of a group that recycles blocks, the table entry that names it, if there is only one."""
+        """Maps each block of a block-recycling group to the table entry that names it, if exactly one entry does."""
         self.shared: dict[DeviceBlockId, set[TableEntry]] = {}
-        """For each block that several entries name, these entries. A block is never in both dicts."""
+        """Maps each block that several entries name to these entries. A block is never in both dicts."""
 
     def reallocated(self, blocks: Iterable[DeviceBlockId]) -> int:
         """Zero these newly allocated ids in every table that names them. Return how many entries were zeroed."""

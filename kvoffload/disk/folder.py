@@ -88,7 +88,7 @@ def lock_folder(folder: OpenFolder) -> OpenFolder:
     If the folder cannot be locked, it is closed.
 
     Raises:
-        FolderInUse: another process has locked the folder. The message names this process.
+        FolderInUse: another process has locked the folder; the message names that process.
         DiskError: the lock file does not belong to this user, or the disk fails.
     """
     try:

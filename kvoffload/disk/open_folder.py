@@ -73,12 +73,12 @@ class OpenFolder:
         return _checked(self.path / name, flags, 0o600, self.descriptor, name)
 
     def make_file(self, name: str) -> int:
-        """Create a file, replace any earlier file of this name, and return the new file's descriptor."""
+        """Create a file, replacing any existing file with this name, and return the new file's descriptor."""
         self.unlink(name)
         return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE, 0o600, dir_fd=self.descriptor)
 
     def rename(self, name: str, to: str) -> None:
-        """Rename a file, replace any earlier file of the new name, and sync the folder."""
+        """Rename a file, replacing any existing file with the new name, and sync the folder."""
         os.rename(name, to, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
         self.sync()
 

@@ -73,7 +73,7 @@ class TransferPlan(Message, frozen=True):
     Args:
         loads, stores: jobs between device and host.
         disk: jobs between host and disk.
-        cancelled: fetches of earlier plans. The workers skip those reads of these fetches that have not begun.
+        cancelled: fetches from earlier plans; workers skip any of their reads that have not started.
         remote: jobs between host and remote tier.
     """
 

@@ -394,7 +394,10 @@ class SchedulerSide:
     # -- helpers ------------------------------------------------------------------------------------------------
 
     def _look_after_reports(self) -> None:
-        """Do what ended copies allow: release leases, end a reset, and audit an idle engine."""
+        """Do the work that had to wait for copies to end.
+
+        If the core has raised, release leases that no copy needs. Complete a reset, and audit an idle engine.
+        """
         if self.faults.error is not None:
             self.faults.release_loose()
         if self.copies.draining:

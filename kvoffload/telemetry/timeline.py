@@ -342,7 +342,8 @@ class Timeline:
 
     def _on_load_ended(self, at: float, event: events.LoadEnded) -> None:
         request = self._requests.get(event.request)
-        if request is not None and event.job in request.loads:  # a corrupt load has two of these events
+        # A partly corrupt load emits this event twice; only the first event counts.
+        if request is not None and event.job in request.loads:
             self._loaded(request, event.job, at, event.outcome.value)
 
     def _loaded(self, request: _Request, job: JobId, at: float, outcome: str) -> None:

@@ -65,9 +65,9 @@ _PIECES = 1024  # the maximum number of pieces that the kernel copies in one cal
 _LONG = 2**20  # mean piece size in bytes from which memmove is faster even while the engine is busy
 _MIDDLE = 48 * 2**10  # mean piece size in bytes from which memmove is faster while the GIL is free
 _SHORT = 2**13  # mean piece size in bytes up to which indexing is faster
-_UNIT = 2**12  # maximum size in bytes of the units that indexing copies
+_UNIT = 2**12  # the largest unit, in bytes, that is copied by array indexing
 _LEAST_UNIT = 2**9
-_ROWS = 512  # the number of units that indexing copies in one call; numpy keeps the GIL for up to 500
+_ROWS = 512  # the number of units that one indexing operation copies; numpy keeps the GIL for up to 500
 # Size in bytes; the speed of smaller copies is ignored, because their source may be in a cache.
 _MEASURABLE = 2**21
 _SLOWER = 2.5  # a copy this many times slower than the best is assumed to have waited for the GIL

@@ -15,7 +15,7 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 
 
 class PoolDevice:
-    """The engine's block pool behind the core's interface. Each lease is a reference that the plugin has to a block."""
+    """Adapts the engine's block pool to the core's interface. A lease is a reference that the plugin holds on a block."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool

@@ -17,7 +17,7 @@ GROUP_BYTES = 4
 
 
 class VllmDevice:
-    """vLLM's block pool behind the core's interface. Call `bind` once vLLM's scheduler has created the pool.
+    """Adapts vLLM's block pool to the core's interface. Call `bind` once vLLM's scheduler has created the pool.
 
     Args:
         partly_hashed: the groups in which a part of a block can have a hash: the tokens of a block, by vLLM's group

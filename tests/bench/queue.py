@@ -126,7 +126,7 @@ def _peers_side(vllm_config: Any, kv_cache_config: Any) -> Any:
 
 
 def _all_ended(plan: Any) -> Any:
-    """Return a report to the peer, which says that all stores of the plan have ended."""
+    """Build a report that tells the peer that all of the plan's stores have finished."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.v1.outputs import KVConnectorOutput
 

@@ -111,7 +111,7 @@ def usable(folder: Path, files: list[SlotFile]) -> IndexContents | None:
 
 
 def found_blocks(folder: Path, slots: int) -> dict[bytes, bool]:
-    """Return the keys that a new engine finds, each with whether the block's bytes match their checksums.
+    """Map each key that a new engine finds to whether its block's bytes match their checksums.
 
     Raise an error if bytes match their checksum but belong to another key: an engine would serve these bytes.
     """

@@ -41,12 +41,12 @@ def test_blocks_under_a_load_cannot_be_found_and_other_requests_continue() -> No
         engine.step()
     assert len(taken(other)) == 4
     assert taken(stream) == []
-    # The plugin is also called for steps in which no request computes.
+    # The plugin is also called for steps that compute no tokens.
     assert scheduler.steps[-1].progress == ()
     keys = [key for key, _ in scheduler.loads["loading"]]
     scheduler.hold_loads = False
     engine.step()
-    # loaded blocks are indexed before the request computes
+    # loaded blocks are indexed before the request computes tokens
     assert all(engine.pool.cached_block(key) is not None for key in keys)
     drain(engine)
     assert_same(taken(stream), first)

@@ -12,7 +12,7 @@ from tests.explore.scene import Scene
 from tests.explore.worlds import SmallWorld
 
 _END_CHECKED = 8
-"""One state in this many is also run until its work has ended.
+"""One in this many states is also run until all its work is done.
 
 States in which only an empty step is possible are always run to the end.
 """
@@ -23,7 +23,7 @@ class Violation:
     """A shortest program that breaks a rule, and the error.
 
     Args:
-        at_end: whether the error appears only after all work has ended.
+        at_end: whether the error appears only after all work is done.
     """
 
     program: tuple[Action, ...]

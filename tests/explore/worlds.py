@@ -156,7 +156,7 @@ WORLDS: Mapping[str, SmallWorld] = {
     ),
     "sharing a state's load": SmallWorld(_STATES, served=(LONG,), often={"fail": 1}, device=14, host=4),
     "lazy load": SmallWorld(policy="lazy", served=(LONG,), often={"reset": 1, "corrupt": 1}, device=18),
-    # spills, fetches, and the next process; with 8 host slots, a fetch may bring 2 blocks
+    # spills, fetches, and restarts in a new process; with 8 host slots, a fetch may copy 2 blocks
     "spills": SmallWorld(
         texts=_ONE,
         often=dict.fromkeys(("fail", "late", "reset", "hang", "corrupt"), 1),

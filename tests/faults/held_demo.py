@@ -1,4 +1,4 @@
-"""Runs `kvoffload demo`, and holds its copies after the first few until standard input receives a line."""
+"""Runs `kvoffload demo`. After the first few copies, holds all others until a line arrives on standard input."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ class Prompts:
 
     @classmethod
     def answered_by(cls, server: Server, number: int = 6) -> Self:
-        """Return new prompts with the tokens that a server generates without storage. The server's caches are
-        then emptied.
+        """Return new prompts and the tokens that the server generates for them without storage. Then empty its
+        caches.
         """
         wanted = prompts(number)
         right = [server.generate(prompt).tokens for prompt in wanted]

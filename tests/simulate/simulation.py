@@ -420,7 +420,7 @@ class Simulation:
                 assert_exclusive(copier.open_tickets)  # type: ignore[arg-type]  # it reads what tickets of both kinds have
 
     def _check_drained(self) -> None:
-        """Check that no request is open, and that only abandoned copies keep memory."""
+        """Check that no request is open, and that only abandoned copies still hold memory."""
         self._check()
         core, left = self.offload.core.state, list[str]()
         if not self.is_cut_off:

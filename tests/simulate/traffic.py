@@ -129,7 +129,7 @@ class Operator:
             self._world.engine.preempt(self._draws.choice(running))
 
     async def _new_weights(self) -> None:
-        """Reset the caches once no request computes, and change the weights once all blocks are free."""
+        """Reset the caches once all requests have ended, and change the weights once all blocks are free."""
         world = self._world
         world.is_open.clear()
         await world.until(lambda: not world.engine._scheduler.has_requests)
@@ -142,7 +142,7 @@ class Operator:
         world.is_open.set()
 
     async def _rank_dies(self) -> None:
-        """Let a rank stop copying without an error."""
+        """Make a rank's copies hang from now on, without reporting an error."""
         rank = self._draws.randrange(self._world.engine.config.ranks)
         self._world.copiers[rank].is_dead = True
 

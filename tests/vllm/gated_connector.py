@@ -22,7 +22,9 @@ _close = TransferPump.close
 
 
 class KVOffloadConnector(connector.KVOffloadConnector):
-    """Tells the gate when vLLM has closed a worker, and whether a copy of this worker was still running."""
+    """Tells the gate when vLLM has closed a worker, and whether one of that worker's copies was still
+    running.
+    """
 
     def shutdown(self) -> None:
         super().shutdown()

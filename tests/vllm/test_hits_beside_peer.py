@@ -74,7 +74,8 @@ class Counted:
 
     def saved(self, seeds: Sequence[int]) -> Saved:
         """Return the tokens saved in the workloads of these seeds. Each workload begins with empty caches."""
-        self._run([[1] * engines.BLOCK])  # when this request has ended, the host's memory is ready
+        # Run one request first: by the time it finishes, host memory is ready.
+        self._run([[1] * engines.BLOCK])
         self._forget()
         self.hits = tokens = 0
         for seed in seeds:

@@ -102,8 +102,8 @@ def steps(rig: Rig, count: int) -> None:
 
 
 def trial(rig: Rig, expected: dict[str, Reported], place: Place | None) -> list[str]:
-    """Run all requests, with an error at this place of the core; None means no error. Return the problems
-    found.
+    """Run all requests, with an error raised at `place` in the core, or with no error if it is None. Return
+    the problems found.
     """
     held = renew(rig)
     with Reports(rig) as reports:

@@ -66,8 +66,8 @@ ENGINE_ONLY: Limits = dict.fromkeys(Direction, 0)
 
 _ALIGNED = 16  # In bytes. At unaligned addresses the kernel is slower than `crossover.py` measures.
 _EVENTS_AHEAD = 64
-# Slices that the coroutine's thread enqueues before it checks other batches. On an H200 one took up to 0.9 ms, and meanwhile
-# the stream of the other direction may run empty.
+# How many slices the coroutine's thread enqueues before it checks other batches. On an H200, enqueuing a slice took
+# up to 0.9 ms, during which the stream for the other direction may run empty.
 _SLICES_BESIDE = 2
 _MARKS_A_QUERY = 4  # the maximum number of events that one query checks
 _LAUNCH = 4  # stream operations that one kernel slice takes

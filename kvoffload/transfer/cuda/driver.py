@@ -108,7 +108,8 @@ class Event:
 class _Queue:
     """Counts the operations enqueued on one of our streams.
 
-    Two threads that count at the same time may lose operations; the next event that passes corrects the pending count.
+    If two threads count at the same time, an update may be lost. The pending count is correct again once a later event
+    has passed.
 
     Args:
         enqueued: operations enqueued so far.
@@ -270,8 +271,8 @@ class NvidiaDriver:
     def has_room(self, stream: int, copies: int, *, may_wait: bool) -> bool:
         """Return whether `copies` more copies can be enqueued without blocking.
 
-        With `may_wait`, batched copies may also block if only copies are ahead of them. Single copies may not block:
-        each blocking call would release the GIL, and might not get it back for 5 ms.
+        With `may_wait`, batched copies are allowed to block if only copies are ahead of them. Single copies must never
+        block: each blocking call would release the GIL, and might not get it back for 5 ms.
         """
         queue = self._queues[stream]
         is_running = may_wait and self._batch is not None and queue.ended >= queue.waiting

@@ -75,8 +75,8 @@ def expected(checkpoint: Path) -> Expected:
 def server(
     checkpoint: Path, expected: Expected, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Start the server for all tests but the last, which starts its own. The last but one shuts this server
-    down.
+    """Start the server that all tests share, except the last test, which starts its own. The second-to-last
+    test shuts this server down.
     """
     log = tmp_path_factory.mktemp("offloading") / "log"
     options = {**OPTIONS, "shutdown_timeout": 60}  # without a timeout, vLLM kills its workers at once
@@ -188,7 +188,7 @@ def test_a_server_stopped_during_copies_completes_its_requests_and_exits_cleanly
     with burst(server) as replies:
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(180) == 0
-    # vLLM completes running requests before it ends.
+    # vLLM completes running requests before it exits.
     assert all(len(reply.result().tokens) == 4 for reply in replies)
     check_nothing_is_left(server, shared)
     check_log(server)
@@ -202,7 +202,7 @@ def test_a_killed_worker_ends_only_its_own_server(checkpoint: Path, tmp_path: Pa
         with burst(killed) as replies:
             os.kill(worker, signal.SIGKILL)
             killed.process.wait(180)
-        # some requests failed, because the server ended
+        # some requests failed because the server shut down
         assert any(isinstance(reply.exception(), OSError) for reply in replies)
         check_nothing_is_left(killed, shared)
         check_log(killed)

@@ -1,4 +1,4 @@
-"""A small model with random weights that reads pictures: BLIP-2, which needs no torchvision in vLLM."""
+"""A small vision-language model with random weights. It is BLIP-2, which vLLM can run without torchvision."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Life:
         return tier
 
     def ask(self, prompts: Sequence[Prompt] = PROMPTS) -> list[engines.Answer]:
-        """Ask these prompts one after the other, each when all copies have ended. Return the answers."""
+        """Send these prompts one at a time, each after all copies have ended. Return the answers."""
         answers = []
         for prompt in prompts:
             answers += engines.generate(self.llm, [prompt], TOKENS)
@@ -106,7 +106,8 @@ def living(
             patched.setattr(f"kvoffload.runtime.{side}.open_store", lambda *_: store)
         with engines.in_process(checkpoint, **options) as llm:
             life = Life(llm)
-            life.ask([(1, 2, 3)])  # the first step sets the seed of the hashes, after which the tier can open
+            # vLLM sets the hash seed before its first step, and the tier can open only after that step.
+            life.ask([(1, 2, 3)])
             assert life.tier._cache.wait_open(60.0)
             yield life
 
