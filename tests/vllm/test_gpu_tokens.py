@@ -51,6 +51,7 @@ def check_equal(what: str, lines: dict[str, Line]) -> None:
     assert lines[control].median == 24
 
 
+@pytest.mark.full
 def test_tokens_from_the_host_are_equal_and_the_control_differs() -> None:
     lines = found(Mode("vLLM", EAGER, {"": HOST}))
     check_equal("vLLM", lines)
