@@ -175,8 +175,13 @@ class TierCache:
         self._changes: list[tuple[BlockKey, bool]] | None = None
         self.bus = Bus(core.state.tally)
         self.counters = Counters({tier.tier for tier in self._tiers})
-        slots, size = arena.ready_slots, arena.layout.slot_bytes
-        self._report = TransferReport(_RANK, (), slots, slot_bytes=size, wanted_slots=arena.slots)
+        self._report = TransferReport(
+            _RANK,
+            (),
+            arena.ready_slots,
+            slot_bytes=arena.layout.slot_bytes,
+            wanted_slots=arena.slots,
+        )
         self.observation = SimpleNamespace(
             info=info_labels(engine or EngineIdentity(), config), reports={_RANK: self._report}
         )

@@ -35,7 +35,8 @@ def find_gpus() -> Gpus:
     device = ctypes.c_int()
     answer = ctypes.c_int(1)
     text = ctypes.create_string_buffer(_TEXT_BYTES)
-    names, addresses = [], []
+    names = []
+    addresses = []
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         if driver.cuInit(0) != 0:

@@ -18,8 +18,6 @@ from kvoffload.transfer.host_memory import read_file
 _TIMEOUT_S = 2.0
 _NETWORKED = ("nfs", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse")
 _IN_MEMORY = ("tmpfs", "ramfs")
-# An empty object that is not deleted, because an engine's credentials need not allow that.
-_PROBE = "kvo1/probe"
 
 
 def _disk_space(setup: Setup) -> Finding | None:
@@ -181,16 +179,18 @@ def _no_mooncake(address: MooncakeAddress) -> Finding | None:
 
 def _no_bucket(address: BucketAddress) -> Finding | None:
     from kvoffload.remote.bucket import BucketStore
+    from kvoffload.transfer.blocking_calls import PROBE
 
     try:
         bucket = BucketStore(address, _TIMEOUT_S)
-        bucket.read(_PROBE)
+        bucket.read(PROBE)
     except RemoteError as error:
         if isinstance(error.__cause__, ImportError):
             return fail(str(error), "install kvoffload[s3]")
         return warn(f"{error}: nothing would be shared", "check AWS_ENDPOINT, AWS_REGION and the credentials")
     try:
-        bucket.replace(_PROBE, b"")
+        # The object is not deleted, because an engine's credentials need not allow that.
+        bucket.replace(PROBE, b"")
     except RemoteError as error:
         return warn(
             f"{error} on a write: this engine would read the bucket and add nothing to it",

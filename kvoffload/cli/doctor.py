@@ -116,13 +116,15 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     settings += [dict(given.settings)] if given.settings is not None else []
     if len(settings) > 1:
         raise CommandError("settings are given twice: in --config and in the engine's own configuration")
-    sizes, theirs = given.sizes, [*given.checks, *lost]
+    sizes = given.sizes
     raw = settings[0] if settings else {}
     device_bytes = sizes.ranks * (sizes.block_bytes or 0) * (sizes.device_blocks or 0)
     advice = advise_host_bytes(sizes.ranks, device_bytes or None)
     speed = [memory.COPY_SPEED] if sizes.page_bytes else []
-    ours = [*memory.CHECKS, *speed, *memory.GPUS, *outputs.CHECKS]
-    ours = ours if given.parse is None else [*outputs.TIERS]
+    if given.parse is None:
+        ours = [*memory.CHECKS, *speed, *memory.GPUS, *outputs.CHECKS]
+    else:
+        ours = [*outputs.TIERS]
     parse = given.parse or partial(parse_config, ranks=sizes.ranks, advice=advice)
     try:
         config = parse(raw)
@@ -135,11 +137,12 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
             read_tier_key(config.tier_key_file)
         except ConfigError:
             # The other checks depend on the settings, so run only the adapter's checks.
-            config, ours = OffloadConfig(host_bytes=1), []
+            config = OffloadConfig(host_bytes=1)
+            ours = []
         else:  # host_bytes is the only problem
             about = replace(about, remedy=_GIVE_SIZE)
             ours = [_without_size(one) if one in memory.SIZED else one for one in ours]
-    checks = [Check("settings", lambda *_: about), *ours, *theirs]
+    checks = [Check("settings", lambda *_: about), *ours, *given.checks, *lost]
     return run_checks(checks, Setup(config, sizes, pins=bool(find_gpus().names)))
 
 

@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S = 30.0
 """Extra seconds for a probe that must connect first. No client takes longer to connect."""
-_PROBE = "kvo1/probe"  # name of the object that a probe reads; the object need not exist
+PROBE = "kvo1/probe"  # name of the object that a probe reads; the object need not exist
 _EXIT_S = 1.0
 """The longest time in seconds that the process waits at exit for calls. Calls within one machine take milliseconds."""
 _EXIT_PAUSE_S = 0.001
@@ -465,7 +465,7 @@ class Breaker:
 
     def probe(self, resource: Any) -> None:  # noqa: ANN401
         """Read a small object."""
-        resource.read(_PROBE)
+        resource.read(PROBE)
 
     def _log_change(self, call: Call) -> None:
         """Log that the breaker has opened or closed, or that the first probe has failed."""

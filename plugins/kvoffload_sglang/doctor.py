@@ -11,11 +11,11 @@ from kvoffload.checks.check import Check, Finding, Given, Setup, Sizes, fail, ok
 from kvoffload.checks.options import positive, read_object
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError
+from kvoffload_sglang.settings import BACKEND, OPTION, check_settings
 
 HELP = "SGLang"
 
 _RUN = "0.5.23"
-_OPTION = "--hicache-storage-backend-extra-config"
 _ARGS = "add what `kvoffload sglang-args` prints"
 
 
@@ -39,7 +39,7 @@ def read_arguments(args: argparse.Namespace) -> Given:
         options = Check("sglang options", lambda _: unknown("SGLang's options", text))
         return Given(None, Sizes(), (VERSION, options), _parse)
     line = make_parser().parse_known_args(args.command_line)[0]
-    extra = None if line.extra_config is None else read_object(line.extra_config.removeprefix("@"), _OPTION)
+    extra = None if line.extra_config is None else read_object(line.extra_config.removeprefix("@"), OPTION)
     checks = (VERSION, Check("sglang options", lambda setup: _options(line, extra, setup)))
     return Given(extra, Sizes(engines=line.dp_size), checks, _parse)
 
@@ -53,14 +53,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lora-paths", nargs="*")
     add("--load-format", default="auto")
     add("--hicache-storage-backend")
-    add(_OPTION, dest="extra_config")
+    add(OPTION, dest="extra_config")
     add("--dp-size", "--data-parallel-size", type=positive, default=1)
     return parser
 
 
 def _parse(settings: Mapping[str, object]) -> OffloadConfig:
-    from kvoffload_sglang.settings import BACKEND, check_settings
-
     return check_settings({**BACKEND, **settings})
 
 
@@ -77,15 +75,13 @@ def _options(line: argparse.Namespace, extra: Mapping[str, object] | None, setup
 
 
 def _problems(line: argparse.Namespace, extra: Mapping[str, object], setup: Setup) -> Iterator[str]:
-    from kvoffload_sglang.settings import BACKEND
-
     if line.hicache_storage_backend != "dynamic":
         yield f"--hicache-storage-backend is {line.hicache_storage_backend}, not dynamic"
     for name in ("module_path", "class_name", "interface_v1"):
         if extra.get(name) != BACKEND[name]:
-            yield f"{name} in {_OPTION} is {extra.get(name)!r}, not {BACKEND[name]!r}"
+            yield f"{name} in {OPTION} is {extra.get(name)!r}, not {BACKEND[name]!r}"
     if not extra.get("backend_name"):
-        yield f"{_OPTION} has no backend_name"
+        yield f"{OPTION} has no backend_name"
     if line.disable_radix_cache:
         yield "--disable-radix-cache excludes HiCache"
     if line.enable_lora or line.lora_paths:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvoffload.disk.tier_key import read_tier_key
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError
-from kvoffload.remote.address import parse_address
-from kvoffload.tier_cache import tier_config
 
 BACKEND: Mapping[str, object] = {
     "backend_name": "kvoffload",
@@ -35,6 +32,11 @@ def check_settings(extra: Mapping[str, object]) -> OffloadConfig:
     Raises:
         ConfigError: a setting, the tier key or the remote tier's address is invalid. The message lists all problems.
     """
+    # Every command imports this module, so what takes long to import is imported here.
+    from kvoffload.disk.tier_key import read_tier_key
+    from kvoffload.remote.address import parse_address
+    from kvoffload.tier_cache import tier_config
+
     problems: list[str] = []
     if not extra.get("interface_v1"):
         problems.append(f"interface_v1 is not set; set it to 1 in {OPTION}")

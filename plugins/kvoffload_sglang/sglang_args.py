@@ -7,6 +7,7 @@ import json
 import shlex
 
 from kvoffload.checks.options import read_settings
+from kvoffload_sglang.settings import BACKEND, OPTION, check_settings
 
 HELP = "print the arguments with which SGLang uses kvoffload"
 
@@ -28,8 +29,6 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the settings are invalid.
     """
     # This import is not at the top, because every command imports this module, which must be fast.
-    from kvoffload_sglang.settings import BACKEND, OPTION, check_settings
-
     extra = {**BACKEND, **read_settings(args.config, "--config")}
     check_settings(extra)
     flags = "--enable-hierarchical-cache --hicache-storage-backend dynamic"

@@ -236,7 +236,8 @@ def _checked(engine: Engine) -> OffloadConfig:
     Raises:
         ConfigError: the settings are invalid, or the engine's KV cannot be stored.
     """
-    config, problems = None, list[str]()
+    config = None
+    problems: list[str] = []
     try:
         config = check_settings(engine.storage.extra_config or {})
     except ConfigError as error:

@@ -29,14 +29,6 @@ from tests.bench.vllm_engines import kv_transfer, require_vllm
 from tests.vllm.stock import checkpoints, engines
 
 OURS, FS, TIER, NONE = "kvoffload", "fs tier", "our tier", "no connector"
-LARGER = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-}
 TOKENS = 8
 Prompt = Sequence[int]
 
@@ -61,7 +53,7 @@ class Size:
     blocks: int = 64
     # the factors are tokens, keys and values, layers, heads, head size, and bytes of a float32
     block_bytes: int = engines.BLOCK * 2 * 4 * 8 * 64 * 4
-    shape: Mapping[str, int] = field(default_factory=lambda: LARGER)
+    shape: Mapping[str, int] = field(default_factory=lambda: checkpoints.LARGER)
 
     def transfer(self, name: str, folder: Path) -> dict[str, Any]:
         """Return the engine's option for a connector.

@@ -131,7 +131,7 @@ def play(root: Path, turns: int, count: int) -> list[Side]:
     from tests.sglang.stock import demo
     from tests.vllm.stock import checkpoints
 
-    model = checkpoints.make("qwen3", root / "model", **demo.SHAPE)
+    model = checkpoints.make("qwen3", root / "model", **checkpoints.LARGER)
     disk_bytes = 2 * count * demo.PROMPT_BYTES
     sides = [Side(name, root / name, model, disk_bytes) for name in (NONE, OURS, FILE)]
     prompts = demo.draw_prompts(count)

@@ -18,17 +18,21 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+import torch
+
 from kvoffload.checks.options import positive
 from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out
 from tests.bench.vllm_engines import (
     BLOCK,
+    HOST_BYTES_ON_GPU,
     NATIVE,
     OURS,
     PEER,
     VOCABULARY,
     Rider,
     find_connectors,
+    kv_transfer,
     open_riders,
     require_vllm,
 )
@@ -107,7 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     require_vllm()
     connectors, note = find_connectors()
-    work = ON_GPU if NATIVE in connectors else ON_CPU
+    work = ON_CPU
+    if torch.cuda.is_available():
+        work = ON_GPU
+        connectors[NATIVE] = kv_transfer("OffloadingConnector", cpu_bytes_to_use=HOST_BYTES_ON_GPU)
     method = (
         f"{work.model}; {args.pairs} repeats of {AT_ONCE} prompts of {work.prompt_tokens} tokens, {args.conversations} "
         f"conversations of {TURNS} turns; engines in turns in one process; medians of the pairs' ratios "

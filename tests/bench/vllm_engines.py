@@ -44,7 +44,7 @@ _SHAPE: Mapping[str, Any] = {
     "bos_token_id": None,
 }
 HOST_BYTES = 1 << 28  # so much host memory that nothing is evicted
-_HOST_BYTES_ON_GPU = 20 << 30
+HOST_BYTES_ON_GPU = 20 << 30
 
 HOOKS = (
     "on_new_request",
@@ -227,20 +227,17 @@ def find_connectors() -> tuple[dict[str, dict[str, Any]], str]:
     """Prepare the process for vLLM. Return the connectors' settings by name, and a sentence that describes
     the peer.
 
-    Without a GPU, the peer copies within host memory, and vLLM's `OffloadingConnector` is left out.
+    Without a GPU, the peer copies within host memory.
     """
     import torch
 
     on_gpu = torch.cuda.is_available()
     prepare_process(on_gpu)
     if on_gpu:
-        size = _HOST_BYTES_ON_GPU
-        connectors = {
-            OURS: kv_transfer("KVOffloadConnector", host_bytes=size),
-            PEER: kv_transfer("SimpleCPUOffloadConnector", cpu_bytes_to_use=size),
-            NATIVE: kv_transfer("OffloadingConnector", cpu_bytes_to_use=size),
-        }
-        return connectors, "SimpleCPUOffloadConnector as vLLM ships it"
+        size = HOST_BYTES_ON_GPU
+        ours = kv_transfer("KVOffloadConnector", host_bytes=size)
+        peer = kv_transfer("SimpleCPUOffloadConnector", cpu_bytes_to_use=size)
+        return {OURS: ours, PEER: peer}, "SimpleCPUOffloadConnector as vLLM ships it"
     from tests.vllm.stock import peer as on_host
 
     ours = kv_transfer("KVOffloadConnector", host_bytes=HOST_BYTES)

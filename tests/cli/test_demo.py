@@ -354,7 +354,7 @@ def test_an_engine_that_stops_is_a_one_line_error(
     assert main(small) == Exit.FAILED
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == "kvoffload: the engine could not go on: the engine has stopped: a hook raised\n"
+    assert err == "kvoffload: the engine could not continue: the engine has stopped: a hook raised\n"
 
 
 # -- the screen --------------------------------------------------------------------------------------------------------

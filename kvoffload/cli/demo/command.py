@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     except (ConfigError, PluginError, RequestRefused) as error:
         raise CommandError(str(error)) from error
     except EngineError as error:
-        screen.say(f"the engine could not go on: {error}")
+        screen.say(f"the engine could not continue: {error}")
         return Exit.FAILED
 
 

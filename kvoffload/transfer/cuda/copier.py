@@ -17,7 +17,7 @@ pending, and each query retries.
 
 A batch is enqueued in slices, only while its stream has room: a call on a full stream would block, and on the store
 stream it could block for a whole forward pass. A load is submitted on the engine's thread, which enqueues one slice.
-Each later query enqueues more: one slice on the engine's thread, or a few on the coroutine's thread, which starts
+Each later query enqueues more: one slice on the engine's thread, or two on the coroutine's thread, which starts
 querying immediately. Later batches may overtake the remaining slices. That is safe: the stream has already waited for
 this batch's fences, its blocks stay leased until its last slice has ended, and its end event is recorded behind that
 slice.

@@ -116,7 +116,7 @@ class Trial:
     def begin(self) -> None:
         """Start the time limit, and time one of the large copies that keep the device busy."""
         self.deadline = time.monotonic() + _LONGEST_S
-        self.cover_s = self.seconds(Direction.LOAD, self._cover(), by_kernel=False)
+        self.cover_s = self._copying_s(Direction.LOAD, self._cover(), by_kernel=False)
 
     def _check(self) -> None:
         """Let the kernel copy random bytes to the device and from there to other host memory, and compare the bytes."""
@@ -149,6 +149,11 @@ class Trial:
         Raises:
             CopyError: the batch does not end, or measuring has taken too long.
         """
+        copying_s = self._copying_s(direction, runs, by_kernel=by_kernel)
+        return max(copying_s, self.enqueue_s[by_kernel])
+
+    def _copying_s(self, direction: Direction, runs: CopyRuns, *, by_kernel: bool) -> float:
+        """Return how many seconds the device takes to copy a batch, and note how long enqueueing it took."""
         if time.monotonic() > self.deadline:
             raise CopyError("measuring takes too long on this machine")
         start, end = self.driver.event(timed=True), self.driver.event(timed=True)
@@ -168,7 +173,7 @@ class Trial:
             if time.monotonic() > deadline:
                 raise CopyError("a copy of scratch memory does not end")
             time.sleep(1e-4)
-        return max(self.driver.seconds_between(start, end), self.enqueue_s[by_kernel])
+        return self.driver.seconds_between(start, end)
 
     def _cover(self) -> CopyRuns:
         """Return one copy of half the host's scratch memory to the device; its contents do not matter."""

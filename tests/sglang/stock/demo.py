@@ -29,14 +29,6 @@ from tests.sglang.stock.engines import PAGE, Answer, Server, serving, wait_until
 from tests.vllm.stock import checkpoints
 from tests.vllm.stock.demo_report import RULE, row, times_ms
 
-SHAPE = {
-    "hidden_size": 512,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-}
 PROMPT_TOKENS, ANSWER_TOKENS = 96 * PAGE + 9, 16
 PROMPT_BYTES = 96 * PAGE * 2 * 4 * 8 * 64 * 4
 """Bytes of a prompt's whole pages: tokens, keys and values, layers, heads, the size of a head, bytes of float32."""
@@ -80,7 +72,7 @@ def live(
 def run(count: int, screen: Screen, folder: Path) -> int:
     """Serve the prompts in two lives without and with kvoffload, and print the report; return the exit status."""
     transformers_logging.disable_progress_bar()
-    model = checkpoints.make("qwen3", folder / "model", **SHAPE)
+    model = checkpoints.make("qwen3", folder / "model", **checkpoints.LARGER)
     prompts = draw_prompts(count)
     without, with_it = (
         [live(model, folder / "log", prompts, disk, screen) for _ in range(2)]
@@ -135,7 +127,7 @@ def main() -> int:
             screen.say("interrupted; the server has ended")
             return 130
         except (OSError, TimeoutError) as error:
-            screen.say(f"the server could not go on: {error}")
+            screen.say(f"the server could not continue: {error}")
             return 1
         finally:
             if asked.show_log:

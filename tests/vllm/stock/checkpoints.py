@@ -43,6 +43,16 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "tie_word_embeddings": False,
 }
+# a shape with which computing a prompt takes long enough to be compared with loading it
+LARGER = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+}
+
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 )

@@ -166,7 +166,7 @@ def main() -> int:
         screen.say("interrupted; the server has ended")
         return 130
     except (OSError, TimeoutError) as error:
-        screen.say(f"the server could not go on: {error}")
+        screen.say(f"the server could not continue: {error}")
         return 1
 
 
