@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvoffload.model.errors import CopyError, DeviceLost
 from kvoffload.model.wire import Direction
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.runs import CopyRuns
@@ -44,15 +42,11 @@ class FakeCuda:
         self.streams: list[Stream] = []
         self.events = 0
         self.time = 0.0
-        self.current_asked_by: list[int] = []
-        self.refuse_copy = False
         self.kernel_error: Exception | None = None
         # The size of the scratch memory, if not the requested size.
         self.scratch_bytes: int | None = None
         self.lent = 0
         self.seconds: Callable[[str, CopyRuns], float] = lambda kind, runs: 1.0
-        self.device_error = False
-        self.is_closed = False
 
     def stream(self, *, urgent: bool) -> Stream:
         self.streams.append(Stream(urgent))
@@ -63,7 +57,6 @@ class FakeCuda:
         return Event(timed)
 
     def record_current(self, event: Event) -> None:
-        self.current_asked_by.append(threading.get_ident())
         self.record(event, self.main)
 
     def record(self, event: Event, stream: Stream) -> None:
@@ -74,8 +67,6 @@ class FakeCuda:
         stream.operations.append(("wait", event))
 
     def has_passed(self, event: Event) -> bool:
-        if self.device_error:
-            raise DeviceLost("CUDA error: an illegal memory access was encountered")
         return event.passed_at is not None
 
     def seconds_between(self, start: Event, end: Event) -> float:
@@ -89,10 +80,6 @@ class FakeCuda:
         return True
 
     def copy(self, direction: Direction, runs: CopyRuns, stream: Stream) -> None:
-        if self.refuse_copy:
-            half = CopyRuns(runs.source[:1], runs.target[:1], runs.size[:1])
-            stream.operations.append(("copy", half))
-            raise CopyError("refused")
         stream.operations.append(("copy", runs))
 
     def prepare_kernel(self, stream: Stream, programs: int) -> None:
@@ -111,9 +98,6 @@ class FakeCuda:
         self.lent += 1
         yield FakeScratch(device.ctypes.data, np.zeros(2 * size, np.uint8))
         self.lent -= 1
-
-    def close(self) -> None:
-        self.is_closed = True
 
     def run(self, stream: Stream, operations: int = 1000) -> None:
         while stream.operations and operations > 0:

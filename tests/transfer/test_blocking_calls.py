@@ -1,353 +1,250 @@
+"""Tests what `BlockingCalls` promises for a disk and for a remote tier, and what each of their policies adds."""
+
 from __future__ import annotations
 
 import _thread
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pytest
 
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError, RemoteGone
-from kvoffload.model.ids import BlockKey
-from kvoffload.remote.store import RemoteStore
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock
 from kvoffload.transfer import blocking_calls
-from kvoffload.transfer.blocking_calls import BlockingCalls, Call, ErrorRow
-from kvoffload.transfer.remote import remote_calls
+from kvoffload.transfer.blocking_calls import PROBE, BlockingCalls, Breaker, Call, ErrorRow
 from tests.captured_logs import capture_logs
 from tests.gates import ManualExecutor, ThreadGate
-from tests.remote.fake_store import FakeStore
-
-if TYPE_CHECKING:
-    import pytest
 
 TIMEOUT_S = 2.0
-KEY = BlockKey(b"a key")
 
 
 class Rig:
-    """The blocking calls of one side, on an executor that the test runs."""
+    """A resource of one kind, and the calls to it. By default, the test runs them with `turn`.
 
-    def __init__(self, executor: ManualExecutor | DaemonExecutor | None = None) -> None:
+    Attributes:
+        opening: called when the resource is opened, which fails if this raises.
+        openings, closings: how often the resource was opened and closed.
+        fails: whether probes and calls by name fail.
+        made: the names of the calls that were made.
+        probes: how often a remote tier was probed.
+        ended: the calls that have ended.
+    """
+
+    def __init__(self, kind: str, executor: DaemonExecutor | None = None) -> None:
         self.clock = FakeClock()
-        self.store = FakeStore()
-        self.executor = executor or ManualExecutor()
-        self.refuses, self.connections = False, 0
-        self.calls = remote_calls(self._connect, self.executor, self.clock.monotonic, TIMEOUT_S)
-        self.answers: list[object] = []
+        self.opening: Callable[[], object] = lambda: None
+        self.openings = self.closings = self.probes = 0
+        self.fails = False
+        self.made: list[str] = []
+        self.ended: list[Call] = []
+        self._manual = ManualExecutor()
+        self.policy = ErrorRow(get_logger("disk")) if kind == "disk" else Breaker(get_logger("remote"))
+        self.calls: BlockingCalls[Rig] = BlockingCalls(
+            self._open, executor or self._manual, self.clock.monotonic, self.policy, TIMEOUT_S
+        )
 
-    def _connect(self) -> RemoteStore:
-        if self.refuses:
-            raise RemoteError("refused")
-        self.connections += 1
-        return self.store
+    def _open(self) -> Rig:
+        self.opening()
+        self.openings += 1
+        return self
 
-    def call(self, name: str = "kvo1/name", *, is_write: bool = False, use: Callable | None = None) -> None:
-        self.calls.submit(lambda _, store: store.read(name) or b"none", self._ended, use, is_write=is_write)
+    def close(self) -> None:
+        self.closings += 1
 
-    def _ended(self, call: Call) -> None:
-        self.answers.append(call.result)
+    def read(self, name: str) -> str:
+        if name == PROBE:
+            self.probes += 1
+        else:
+            self.made.append(name)
+        if self.fails:
+            raise RemoteError("the test says so")
+        return name
+
+    def call(self, name: str = "", does: Callable[[], object] | None = None, **options: Any) -> None:  # noqa: ANN401
+        """Submit a call by name, or one that calls `does`."""
+        self.calls.submit(
+            lambda _, resource: resource.read(name) if does is None else does(), self.ended.append, **options
+        )
 
     def turn(self, seconds: float = 0.0) -> None:
         """Let time pass, then run queued calls."""
         self.clock.jump(seconds)
         self.calls.poll()
-        assert isinstance(self.executor, ManualExecutor)
-        self.executor.run_all()
+        self._manual.run_all()
         self.calls.poll()
 
-    def pause(self) -> int:
-        """Let the remote tier work again; return after how many seconds calls are made again."""
-        self.store.fails, seconds = False, 0
-        while not self.calls.works:
-            self.turn(1.0)
-            seconds += 1
-        return seconds
+    def opened(self) -> Rig:
+        self.wait_until(lambda: self.calls.works)
+        self.probes = 0
+        return self
 
-    def open(self) -> None:
-        self.turn()
-        assert self.calls.works
-        self.store.calls.clear()
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        while not holds():
+            self.turn()
+            os.sched_yield()
 
-
-def test_no_call_is_made_before_a_probe_has_worked() -> None:
-    rig = Rig()
-    rig.call()
-    rig.turn()
-    assert rig.answers == [None]
-    assert rig.calls.works
-    rig.call()
-    rig.turn()
-    assert rig.answers == [None, b"none"]
+    @property
+    def results(self) -> list[object]:
+        return [call.result for call in self.ended]
 
 
-def test_three_failures_in_a_row_open_the_breaker_and_pauses_between_probes_grow() -> None:
-    rig = Rig()
-    rig.open()
-    rig.store.fails = True
-    for number in range(3):
-        assert rig.calls.works, number
-        rig.call()
-        rig.turn()
-    assert not rig.calls.works
-    rig.store.calls.clear()
-    for _ in range(100):
-        rig.call()
-    rig.turn()
-    assert rig.store.calls == []
-    probes = []
-    for second in range(1, 16):
-        rig.turn(1.0)
-        probes += [second] * len(rig.store.calls)
-        rig.store.calls.clear()
-    assert probes == [1, 3, 7, 15]
-    assert rig.answers == [None] * 103
-
-
-def test_failures_are_counted_by_kind() -> None:
-    rig = Rig()
-    rig.refuses = True
-    rig.turn()
-    rig.refuses = False
-    rig.turn(1.0)
-    rig.calls.submit(raising(RemoteError("the test says so", RemoteFault.DENIED)), rig._ended)
-    rig.calls.submit(raising(ValueError()), rig._ended)
-    rig.turn()
-    rig.call()  # the breaker is open, so this call is never made
-    rig.calls.close()
-    counted = {fault: number for fault, number in rig.calls.faults.items() if number}
-    assert counted == {RemoteFault.OTHER: 2, RemoteFault.DENIED: 1}
-
-
-def raising(error: Exception) -> Callable[[Call, RemoteStore], object]:
-    def work(_: Call, __: RemoteStore) -> object:
+def raising(error: BaseException) -> Callable[..., object]:
+    def work(*_: object) -> object:
         raise error
 
     return work
 
 
-def test_failures_between_successes_do_not_open_the_breaker() -> None:
-    rig = Rig()
-    rig.open()
-    for _ in range(3):
-        for rig.store.fails in (True, True, False):
-            rig.call()
-            rig.turn()
-    assert rig.calls.works
+# -- every resource -----------------------------------------------------------------------------------------------
+
+each = pytest.mark.parametrize("kind", ["disk", "remote"])
 
 
-def test_a_store_that_only_answers_probes_gets_single_calls_with_growing_pauses() -> None:
-    rig = Rig()
-    rig.open()
-    pauses, calls = [], []
-    for _ in range(3):
-        rig.store.fails = True
-        rig.store.calls.clear()
-        for _ in range(3):
-            rig.call()
-            rig.turn()
-        calls.append(len(rig.store.calls))
-        pauses.append(rig.pause())
-    assert (calls, pauses) == ([3, 1, 1], [1, 2, 4])
-
-
-def test_successful_writes_neither_hide_failing_reads_nor_end_the_trial() -> None:
-    rig = Rig()
-    rig.open()
-    pauses: list[int] = []
-    for _ in range(3):
-        while rig.calls.works:
-            rig.store.fails = False
-            rig.call(is_write=True)
-            rig.turn()
-            rig.store.fails = True
-            rig.call()
-            rig.turn()
-        pauses.append(rig.pause())
-    assert pauses == [1, 2, 4]
-    assert rig.answers == [b"none", None] * 5
-
-
-def test_a_failing_store_takes_at_most_a_fifth_of_the_time() -> None:
-    rig = Rig()
-    rig.open()
-    calls_s = [0.5, 0.75, 1.5]
-
-    def fail(_: Call, __: RemoteStore) -> None:
-        rig.clock.jump(calls_s.pop(0))
-        raise RemoteError("none of it arrives")
-
-    for _ in range(3):
-        rig.calls.submit(fail, rig._ended)
-        rig.turn()
-    assert not rig.calls.works
-    rig.turn(5.9)
-    assert not rig.calls.works
-    rig.turn(0.1)
-    assert rig.calls.works
-
-
-def test_an_answer_after_the_probe_ends_the_trial() -> None:
-    rig = Rig()
-    rig.open()
-    rig.store.fails = True
-    for _ in range(3):
-        rig.call()
-        rig.turn()
-    rig.store.fails = False
-    rig.turn(1.0)
-    rig.call()
+@each
+def test_no_call_is_made_before_a_probe_has_opened_the_resource(kind: str) -> None:
+    rig = Rig(kind)
+    rig.call("early")
     rig.turn()
-    rig.store.fails = True
-    for _ in range(2):
-        rig.call()
-        rig.turn()
-    assert rig.calls.works
+    rig.call("later")
+    rig.turn()
+    assert (rig.results, rig.made) == ([None, "later"], ["later"])
 
 
-def test_the_end_of_a_connection_opens_the_breaker_and_a_probe_connects_again() -> None:
-    def end(_: Call, __: RemoteStore) -> None:
-        raise RemoteGone("its process has ended")
+@each
+def test_opening_may_take_longer_than_a_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(kind)
 
-    rig = Rig()
-    rig.open()
-    for _ in range(3):
-        rig.calls.submit(end, rig._ended)
-    with capture_logs() as lines:
-        rig.turn()
-        assert not rig.calls.works
-        rig.turn(0.9)
-        assert rig.connections == 1
-        rig.turn(0.1)
-    assert rig.connections == 2
-    assert rig.calls.works
-    assert rig.answers == [None] * 3
-    assert [line["event"] for line in lines] == ["remote_fails", "remote_works"]
-
-
-def test_a_connection_may_take_longer_than_a_call() -> None:
-    rig, gate, connect = Rig(DaemonExecutor("calls", 2)), ThreadGate(), Rig._connect
-
-    def late() -> RemoteStore:
-        gate.arrive()
-        return connect(rig)
-
-    rig.calls._connect = late
-    rig.calls.poll()
-    gate.wait_for_arrivals(1)
-    for _ in range(5):
-        rig.clock.jump(TIMEOUT_S)
+    def opening() -> None:
+        rig.clock.jump(1000.0 if kind == "disk" else 5 * TIMEOUT_S)
         rig.calls.poll()
-    gate.open()
-    while not rig.calls.works:
-        rig.calls.poll()
-    assert (gate.arrivals, rig.connections) == (1, 1)
-    rig.calls.close()
+
+    rig.opening = opening
+    # The probe's own time begins when the resource is open.
+    monkeypatch.setattr(rig.policy, "probe", lambda _: rig.calls.poll())
+    rig.turn()
+    assert (rig.openings, rig.calls.works) == (1, True)
 
 
-def test_queued_reads_are_made_before_queued_writes() -> None:
-    rig = Rig()
-    rig.open()
-    rig.store.values.update({"write": b"write", "read": b"read"})
+@each
+def test_reads_are_made_before_writes_and_not_at_all_if_cancelled(kind: str) -> None:
+    rig = Rig(kind).opened()
     rig.call("write", is_write=True)
-    rig.call("read")
+    for job in (1, 2):
+        rig.call(f"read {job}", job=job)
+    rig.calls.cancel([1])
     rig.turn()
-    assert rig.answers == [b"read", b"write"]
+    assert [(call.was_made, call.result, call.error) for call in rig.ended] == [
+        (False, None, None),
+        (True, "read 2", None),
+        (True, "write", None),
+    ]
+    assert rig.made == ["read 2", "write"]
 
 
-def test_a_call_that_waits_too_long_in_the_queue_fails_without_counting_as_a_store_failure() -> None:
-    rig = Rig()
-    rig.open()
-    rig.call()
-    rig.clock.jump(TIMEOUT_S)
-    rig.turn()
-    assert rig.answers == [None]
-    assert rig.store.calls == []
+@pytest.mark.parametrize(("kind", "made"), [("disk", ["a call"]), ("remote", [])])
+def test_only_a_file_is_called_after_a_long_wait_in_the_queue(kind: str, made: list[str]) -> None:
+    rig = Rig(kind).opened()
+    rig.call("a call")
+    rig.turn(TIMEOUT_S)
+    assert (rig.made, len(rig.ended)) == (made, 1)
     assert rig.calls.works
 
 
-def test_a_hanging_call_fails_in_time_and_its_late_result_is_not_used() -> None:
-    rig = Rig(DaemonExecutor("calls", 2))
-    rig.calls.poll()
-    while not rig.calls.works:
-        rig.calls.poll()
-    rig.store.gate = gate = ThreadGate()
-    used: list[object] = []
-    rig.call(use=used.append)
-    gate.wait_for_arrivals(1)
-    rig.clock.jump(TIMEOUT_S)
-    rig.calls.poll()
-    assert rig.answers == [None]
-    assert not rig.calls.works
-    rig.store.gate = None
-    gate.open()
-    while rig.calls._active:
-        pass
-    rig.calls.poll()
-    assert (rig.answers, used) == ([None], [])
-    rig.clock.jump(4 * TIMEOUT_S)
-    while not rig.calls.works:
-        rig.calls.poll()
+@each
+def test_every_call_ends_whether_threads_are_idle_or_busy(kind: str) -> None:
+    rig = Rig(kind, DaemonExecutor("calls", 2)).opened()
+    for number in range(200):
+        rig.call(str(number), is_write=number % 2 == 0)
+        if number % 3 == 0:
+            rig.wait_until(lambda count=number + 1: len(rig.ended) == count)  # type: ignore[misc]
+    rig.wait_until(lambda: len(rig.ended) == 200)
+    assert sorted(rig.made, key=int) == [str(number) for number in range(200)]
     rig.calls.close()
 
 
-def test_a_client_that_panics_fails_its_call_at_once() -> None:
+@each
+def test_an_exception_in_any_part_of_a_call_fails_only_this_call(kind: str) -> None:
     class PanicError(BaseException):
         """Stands for a panic in a client that is written in Rust."""
 
-    def panic(_: Call, __: RemoteStore) -> None:
-        raise PanicError
-
-    rig = Rig()
-    rig.open()
-    rig.calls.submit(panic, rig._ended)
+    rig = Rig(kind).opened()
+    rig.call(does=raising(PanicError("work")))
+    rig.call(use=raising(ValueError("use")))
+    rig.call("another")
     rig.turn()
-    assert rig.answers == [None]
+    assert [(call.result, call.error) for call in rig.ended] == [
+        (None, "work"),
+        (None, "use"),
+        ("another", None),
+    ]
     assert not rig.calls._active
     assert rig.calls.works
 
 
-def test_close_does_not_wait_and_the_connection_is_closed_after_the_last_call() -> None:
-    rig = Rig()
-    rig.open()
-    rig.call()
+@pytest.mark.parametrize(
+    ("kind", "events"),
+    [
+        ("disk", ["disk_call_hangs", "disk_call_returned"]),
+        ("remote", ["remote_fails", "remote_call_returned", "remote_works"]),
+    ],
+)
+def test_a_hanging_call_fails_in_time_stops_other_calls_and_its_late_result_is_dropped(
+    kind: str, events: list[str]
+) -> None:
+    rig, gate, used = Rig(kind, DaemonExecutor("calls", 2)).opened(), ThreadGate(), list[object]()
+    with capture_logs() as lines:
+        rig.call(does=gate.arrive, use=used.append)
+        gate.wait_for_arrivals(1)
+        rig.turn(0.9 * TIMEOUT_S)
+        assert rig.ended == []
+        rig.turn(0.1 * TIMEOUT_S)
+        rig.call("meanwhile")
+        rig.turn()
+        assert [(call.is_stuck, call.was_made) for call in rig.ended] == [(True, True), (False, False)]
+        assert (rig.ended[0].took, rig.calls.works) == (TIMEOUT_S, False)
+        assert rig.calls.faults[RemoteFault.TIMEOUT] == 1
+        gate.open()
+        rig.wait_until(lambda: not rig.calls._active)
+        rig.clock.jump(4 * TIMEOUT_S)
+        rig.opened()
+    assert (len(rig.ended), used) == (2, [])
+    assert [line["event"] for line in lines] == events
     rig.calls.close()
-    assert rig.answers == [None]
-    assert isinstance(rig.executor, ManualExecutor)
-    rig.executor.run_all()
-    assert rig.store.is_closed
+
+
+@each
+def test_closing_does_not_wait_and_the_call_that_ends_last_closes_the_resource(kind: str) -> None:
+    rig, gate, used = Rig(kind, DaemonExecutor("calls", 2)).opened(), ThreadGate(), list[object]()
+    for _ in range(2):
+        rig.call(does=gate.arrive, use=used.append)
+    gate.wait_for_arrivals(2)
+    rig.call("queued")
+    rig.calls.close()
+    assert (rig.results, rig.made, rig.closings) == ([None], [], 0)
+    gate.open()
+    rig.wait_until(lambda: bool(rig.closings))
+    assert (len(rig.ended), used, rig.closings) == (1, [], 1)
     assert not rig.calls.works
 
 
-def test_the_call_that_ends_last_closes_the_connection() -> None:
-    rig = Rig(DaemonExecutor("calls", 2))
-    while not rig.calls.works:
-        rig.calls.poll()
-    rig.store.gate = gate = ThreadGate()
-    rig.call()
-    gate.wait_for_arrivals(1)
-    rig.calls.close()
-    assert not rig.store.is_closed
-    gate.open()
-    while not rig.store.is_closed:
-        os.sched_yield()
-
-
-def test_a_call_taken_while_the_connection_is_closed_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = Rig()
-    rig.open()
-    rig.call()
+@each
+def test_a_call_taken_while_the_resource_is_closed_is_not_made(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(kind).opened()
+    rig.call("late")
 
     def close() -> float:
         rig.calls.close()  # The thread has taken the call, but has not yet listed the call as active.
         return 0.0
 
     monkeypatch.setattr(rig.calls, "_monotonic", close)
-    assert isinstance(rig.executor, ManualExecutor)
-    rig.executor.run_all()
-    assert rig.store.calls == []
-    assert rig.store.is_closed
+    rig._manual.run_all()
+    assert (rig.made, rig.closings) == ([], 1)
 
 
 def test_the_exit_waits_once_for_all_calls_except_hanging_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,10 +252,9 @@ def test_the_exit_waits_once_for_all_calls_except_hanging_ones(monkeypatch: pyte
     monkeypatch.setattr(
         blocking_calls, "wait", lambda running, seconds: waits.append((len(running), seconds))
     )
-    rigs = [Rig() for _ in range(3)]
+    rigs = [Rig("remote").opened() for _ in range(3)]
     monkeypatch.setattr(blocking_calls, "_MADE", [rig.calls for rig in rigs])
     for rig in rigs:
-        rig.open()
         rig.call()
     rigs[0].calls._active[0] = stuck = Call(lambda _, __: None, None, lambda _: None, 0.0, 1.0)
     stuck.is_stuck = True
@@ -378,7 +274,7 @@ def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: 
         gate.open()
 
     monkeypatch.setattr("time.sleep", pause)
-    monkeypatch.setattr(blocking_calls, "_MADE", [Rig().calls])
+    monkeypatch.setattr(blocking_calls, "_MADE", [Rig("remote").calls])
     # This thread is unknown to `threading`, like a native client's own threads.
     _thread.start_new_thread(gate.arrive, ())
     gate.wait_for_arrivals(1)
@@ -387,122 +283,157 @@ def test_the_exit_waits_until_threads_of_a_client_have_left_python(monkeypatch: 
     assert not blocking_calls._foreign_threads()
 
 
-class DiskRig:
-    """Calls to a disk whose operations are functions given by the test."""
-
-    def __init__(self, executor: ManualExecutor | DaemonExecutor | None = None) -> None:
-        self.clock = FakeClock()
-        self.executor = executor or ManualExecutor(held=False)
-        self.opening: list[Exception] = []
-        self.closed = 0
-        self.policy = ErrorRow(get_logger("disk"))
-        self.calls: BlockingCalls[DiskRig] = BlockingCalls(
-            self._open, self.executor, self.clock.monotonic, self.policy, TIMEOUT_S
-        )
-        self.ended: list[Call] = []
-
-    def _open(self) -> DiskRig:
-        if self.opening:
-            raise self.opening.pop()
-        return self
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def opened(self) -> DiskRig:
-        while not self.calls.works:
-            self.calls.poll()
-        return self
-
-    def call(self, work: Callable[[], object] = lambda: None, **options: Any) -> None:  # noqa: ANN401
-        self.calls.submit(lambda _, __: work(), self.ended.append, **options)
-        self.calls.poll()
+# -- the breaker of a remote tier ---------------------------------------------------------------------------------
 
 
-def fail() -> None:
-    raise OSError("the test says so")
+@pytest.fixture
+def remote() -> Rig:
+    return Rig("remote").opened()
+
+
+def fail(rig: Rig, times: int) -> None:
+    rig.fails = True
+    for _ in range(times):
+        rig.call("fails")
+        rig.turn()
+
+
+def pause(rig: Rig) -> int:
+    """Let the remote tier work again; return after how many seconds calls are made again."""
+    rig.fails, seconds = False, 0
+    while not rig.calls.works:
+        rig.turn(1.0)
+        seconds += 1
+    return seconds
+
+
+def test_three_failures_in_a_row_open_the_breaker_and_pauses_between_probes_grow(remote: Rig) -> None:
+    fail(remote, 2)
+    assert remote.calls.works
+    fail(remote, 1)
+    assert not remote.calls.works
+    fail(remote, 100)
+    probes, second = list[int](), 0
+    while second < 15:
+        second, before = second + 1, remote.probes
+        remote.turn(1.0)
+        probes += [second] * (remote.probes - before)
+    assert probes == [1, 3, 7, 15]
+    assert len(remote.made) == 3
+    assert remote.results == [None] * 103
+
+
+def test_failures_between_successes_do_not_open_the_breaker(remote: Rig) -> None:
+    for _ in range(3):
+        fail(remote, 2)
+        remote.fails = False
+        remote.call("works")
+        remote.turn()
+    assert remote.calls.works
+
+
+def test_a_store_that_only_answers_probes_gets_single_calls_with_growing_pauses(remote: Rig) -> None:
+    calls, pauses = [], []
+    for _ in range(3):
+        remote.made.clear()
+        fail(remote, 3)
+        calls.append(len(remote.made))
+        pauses.append(pause(remote))
+    assert (calls, pauses) == ([3, 1, 1], [1, 2, 4])
+
+
+def test_successful_writes_neither_hide_failing_reads_nor_end_the_trial(remote: Rig) -> None:
+    pauses: list[int] = []
+    for _ in range(3):
+        while remote.calls.works:
+            remote.fails = False
+            remote.call("write", is_write=True)
+            remote.turn()
+            fail(remote, 1)
+        pauses.append(pause(remote))
+    assert pauses == [1, 2, 4]
+    assert remote.results == ["write", None] * 5
+
+
+def test_an_answer_after_the_probe_ends_the_trial(remote: Rig) -> None:
+    fail(remote, 3)
+    pause(remote)
+    remote.call("works")
+    remote.turn()
+    fail(remote, 2)
+    assert remote.calls.works
+
+
+def test_a_failing_store_takes_at_most_a_fifth_of_the_time(remote: Rig) -> None:
+    def fail_after(seconds: float) -> None:
+        remote.clock.jump(seconds)
+        raise RemoteError("none of it arrives")
+
+    for seconds in (0.5, 0.75, 1.5):
+        remote.call(does=lambda seconds=seconds: fail_after(seconds))  # type: ignore[misc]
+        remote.turn()
+    assert not remote.calls.works
+    remote.turn(5.9)
+    assert not remote.calls.works
+    remote.turn(0.1)
+    assert remote.calls.works
+
+
+def test_the_end_of_a_connection_opens_the_breaker_and_a_probe_connects_again(remote: Rig) -> None:
+    for _ in range(3):
+        remote.call(does=raising(RemoteGone("its process has ended")))
+    with capture_logs() as lines:
+        remote.turn()
+        assert not remote.calls.works
+        remote.turn(0.9)
+        assert remote.openings == 1
+        remote.turn(0.1)
+    assert (remote.openings, remote.calls.works, remote.results) == (2, True, [None] * 3)
+    assert [line["event"] for line in lines] == ["remote_fails", "remote_works"]
+
+
+def test_failures_are_counted_by_kind() -> None:
+    rig = Rig("remote")
+    rig.opening = raising(RemoteError("refused"))
+    rig.turn()
+    rig.opening = lambda: None
+    rig.turn(1.0)
+    rig.call(does=raising(RemoteError("the test says so", RemoteFault.DENIED)))
+    rig.call(does=raising(ValueError()))
+    rig.turn()
+    rig.call()  # the breaker is open, so this call is never made
+    rig.calls.close()
+    counted = {fault: number for fault, number in rig.calls.faults.items() if number}
+    assert counted == {RemoteFault.OTHER: 2, RemoteFault.DENIED: 1}
+
+
+# -- the errors of a disk -----------------------------------------------------------------------------------------
 
 
 def test_a_disk_that_cannot_be_opened_is_not_tried_again() -> None:
-    rig = DiskRig()
-    rig.opening = [OSError("no"), OSError("no")]
+    rig, errors = Rig("disk"), [OSError("no"), OSError("no")]
+    rig.opening = lambda: raising(errors.pop())()
     for _ in range(3):
-        rig.clock.jump(100.0)
-        rig.calls.poll()
-    assert (len(rig.opening), rig.calls.works, rig.policy.is_opening) == (1, False, False)
+        rig.turn(100.0)
+    assert isinstance(rig.policy, ErrorRow)
+    assert (len(errors), rig.calls.works, rig.policy.is_opening) == (1, False, False)
 
 
 def test_a_disk_is_closed_after_eight_errors_in_a_row() -> None:
-    rig = DiskRig().opened()
+    rig = Rig("disk").opened()
     with capture_logs() as lines:
-        for work in [fail] * 7 + [lambda: None] + [fail] * 7:
-            rig.call(work)
+        fail(rig, 7)
+        rig.fails = False
+        rig.call("works")
+        rig.turn()
+        fail(rig, 7)
         assert rig.calls.works
-        rig.call(fail)
-        rig.clock.jump(1000.0)
-        rig.call()
+        fail(rig, 1)
+        rig.turn(1000.0)
+        rig.call("too late")
+        rig.turn()
     assert not rig.calls.works
-    assert (rig.ended[-1].was_made, len(rig.ended)) == (False, 17)
-    assert [line["in_a_row"] for line in lines if line["event"] == "disk_call_failed"] == [
-        *range(1, 8),
-        *range(1, 9),
-    ]
+    assert (len(rig.ended), rig.ended[-1].was_made) == (17, False)
+    in_a_row = [line["in_a_row"] for line in lines if line["event"] == "disk_call_failed"]
+    assert in_a_row == [*range(1, 8), *range(1, 9)]
     assert [line["event"] for line in lines].count("disk_stopped") == 1
-
-
-def test_a_hanging_disk_call_stops_other_calls_until_it_returns() -> None:
-    rig, gate = DiskRig(DaemonExecutor("calls", 2)).opened(), ThreadGate()
-    with capture_logs() as lines:
-        rig.call(gate.arrive, job=7)
-        gate.wait_for_arrivals(1)
-        rig.clock.jump(TIMEOUT_S)
-        rig.calls.poll()
-        rig.call()
-        assert [(call.is_stuck, call.was_made) for call in rig.ended] == [(True, True), (False, False)]
-        gate.open()
-        while not rig.calls.works:
-            os.sched_yield()
-    rig.calls.poll()
-    assert len(rig.ended) == 2
-    assert [(line["event"], line.get("job")) for line in lines] == [
-        ("disk_call_hangs", 7),
-        ("disk_call_returned", None),
-    ]
-    rig.calls.close()
-
-
-def test_cancelled_reads_are_not_started_and_not_counted() -> None:
-    rig = DiskRig(ManualExecutor())
-    rig.calls.poll()
-    assert isinstance(rig.executor, ManualExecutor)
-    rig.executor.run_all()
-    rig.opened()
-    made: list[int] = []
-    for job in (1, 2):
-        rig.call(lambda job=job: made.append(job), job=job)  # type: ignore[misc]
-    rig.calls.cancel([1])
-    rig.executor.run_all()
-    rig.calls.poll()
-    assert made == [2]
-    assert [(call.job, call.was_made, call.error) for call in rig.ended] == [
-        (1, False, None),
-        (2, True, None),
-    ]
-
-
-def test_a_file_may_take_any_time_to_open() -> None:
-    rig, gate = DiskRig(DaemonExecutor("calls", 1)), ThreadGate()
-    opened = rig.calls._connect
-
-    def late() -> DiskRig:
-        gate.arrive()
-        return opened()
-
-    rig.calls._connect = late
-    rig.calls.poll()
-    gate.wait_for_arrivals(1)
-    rig.clock.jump(1000.0)
-    rig.calls.poll()
-    gate.open()
-    rig.opened()
-    rig.calls.close()

@@ -109,21 +109,16 @@ def test_a_batch_is_enqueued_in_slices(emulator: Emulator, pieces: int, calls: i
     assert bench.has_arrived()
 
 
-def test_enqueuing_a_short_batch_keeps_the_gil(emulator: Emulator) -> None:
-    bench = Bench(emulator, HELD_COPIES)
+@pytest.mark.parametrize(("pieces", "keeps"), [(HELD_COPIES, True), (HELD_COPIES + 1, False)])
+def test_enqueuing_keeps_the_gil_only_for_a_short_batch(emulator: Emulator, pieces: int, keeps: bool) -> None:
+    bench = Bench(emulator, pieces)
     copier = CudaCopier(bench.driver)
-    before = emulator.calls("cuEventRecord"), emulator.calls("cuEventRecord", with_lock=True)
+    records = emulator.calls("cuEventRecord"), emulator.calls("cuEventRecord", with_lock=True)
     copier.submit(Direction.LOAD, bench.load, ())
-    assert emulator.calls("cuMemcpyBatchAsync", with_lock=True) == emulator.calls("cuMemcpyBatchAsync") == 1
-    after = emulator.calls("cuEventRecord"), emulator.calls("cuEventRecord", with_lock=True)
-    assert [one - other for one, other in zip(after, before, strict=True)] == [2, 2]
-
-
-def test_enqueuing_a_long_batch_releases_the_gil(emulator: Emulator) -> None:
-    bench = Bench(emulator, HELD_COPIES + 1)
-    bench.driver.copy(Direction.LOAD, bench.load, bench.driver.stream(urgent=True))
     assert emulator.calls("cuMemcpyBatchAsync") == 1
-    assert emulator.calls("cuMemcpyBatchAsync", with_lock=True) == 0
+    assert emulator.calls("cuMemcpyBatchAsync", with_lock=True) == keeps
+    assert emulator.calls("cuEventRecord") - records[0] == 2
+    assert emulator.calls("cuEventRecord", with_lock=True) - records[1] == 2
 
 
 SLICES = (("auto", "cuMemcpyBatchAsync", 1), ("off", "cuMemcpyAsync", 256))
@@ -189,25 +184,18 @@ def test_a_large_load_continues_although_later_loads_fill_the_queue(emulator: Em
     assert (emulator.races, bench.has_arrived()) == (0, True)
 
 
-def test_a_hooks_query_does_not_wait_for_the_coroutines_copies(emulator: Emulator) -> None:
+def test_the_coroutines_query_enqueues_two_slices_and_a_hooks_query_does_not_wait_for_them(
+    emulator: Emulator,
+) -> None:
     bench = Bench(emulator, 50_000)
     ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
+    submitted = emulator.calls("cuMemcpyBatchAsync")
     emulator.set_depth(10**6)  # This queue is so deep that the coroutine's calls do not wait.
     elsewhere(ticket.query)
+    assert emulator.calls("cuMemcpyBatchAsync") - submitted == 2
     emulator.set_depth(1024)
     ticket.query()
     assert emulator.waits == 0
-
-
-def test_a_query_outside_the_hooks_enqueues_at_most_two_slices(
-    emulator: Emulator,
-) -> None:
-    bench = Bench(emulator, 10_000)
-    ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
-    emulator.set_depth(10**6)
-    submitted = emulator.calls("cuMemcpyBatchAsync")
-    elsewhere(ticket.query)
-    assert emulator.calls("cuMemcpyBatchAsync") - submitted == 2
 
 
 def test_a_fence_on_a_full_engine_stream_waits_without_the_gil(emulator: Emulator) -> None:
@@ -268,24 +256,46 @@ def test_streams_are_created_with_the_devices_priorities(emulator: Emulator) -> 
     assert bench.engine.stream not in copier._streams.values()
 
 
-def test_submitting_batches_creates_no_events(emulator: Emulator) -> None:
+def test_events_are_reused_when_their_batch_has_ended(emulator: Emulator) -> None:
     bench = Bench(emulator)
     copier = CudaCopier(bench.driver)
-    made = emulator.calls("cuEventCreate")
-    for _ in range(200):
-        ticket = copier.submit(Direction.LOAD, bench.load, (copier.fence(),))
+    for _ in range(3):
+        made = emulator.calls("cuEventCreate")
+        tickets = [copier.submit(Direction.LOAD, bench.load, (copier.fence(),)) for _ in range(70)]
+        assert {ticket.query() for ticket in tickets} == {TicketState.PENDING}
         emulator.step()
-        assert ticket.query() is TicketState.DONE
+        assert {ticket.query() for ticket in tickets} == {TicketState.DONE}
+        del tickets[:]
     assert emulator.calls("cuEventCreate") == made
 
 
-def test_events_are_not_reused_before_their_batch_has_ended(emulator: Emulator) -> None:
+def test_a_batchs_time_leaves_out_its_wait_for_the_fence(emulator: Emulator) -> None:
     bench = Bench(emulator)
     copier = CudaCopier(bench.driver)
-    tickets = [copier.submit(Direction.LOAD, bench.load, (copier.fence(),)) for _ in range(70)]
-    assert {ticket.query() for ticket in tickets} == {TicketState.PENDING}
+    bench.engine.write(0, 1, cost_s=100.0)
+    ticket = copier.submit(Direction.STORE, bench.store, (copier.fence(),))
+    assert ticket.copy_seconds is None
     emulator.step()
-    assert {ticket.query() for ticket in tickets} == {TicketState.DONE}
+    assert ticket.query() is TicketState.DONE
+    assert ticket.copy_seconds == pytest.approx(len(bench.store) * 1e-6, rel=0.1)
+
+
+def test_a_batch_succeeds_even_if_its_time_is_unknown(emulator: Emulator) -> None:
+    bench = Bench(emulator)
+    ticket = CudaCopier(bench.driver).submit(Direction.LOAD, bench.load, ())
+    emulator.step()
+    emulator.fail("cuEventElapsedTime", 400)
+    assert (ticket.query(), ticket.copy_seconds) == (TicketState.DONE, None)
+
+
+def test_only_a_fence_reads_the_current_stream(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(emulator)
+    copier = CudaCopier(bench.driver)
+    fence = copier.fence()
+    monkeypatch.delattr(bench.driver, "_current_stream")  # the coroutine's thread has another one
+    ticket = elsewhere(lambda: copier.submit(Direction.STORE, bench.store, (fence,)))
+    emulator.step()
+    assert elsewhere(ticket.query) is TicketState.DONE
 
 
 def test_copies_stay_pending_until_their_end_event_can_be_recorded(emulator: Emulator) -> None:
@@ -387,41 +397,28 @@ CALLS: dict[str, Callable[[Bench], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_threads_first_call_creates_no_context_on_another_device(emulator: Emulator, call: str) -> None:
+@pytest.mark.parametrize("other_device", [False, True])
+def test_every_call_enters_its_own_device_and_creates_no_context_on_another(
+    emulator: Emulator, call: str, other_device: bool
+) -> None:
     bench = Bench(emulator, device=1)
-    assert emulator.contexts == 0b10
+    other = Engine(emulator, device=0) if other_device else None
 
-    def first() -> int:
-        assert emulator.lib.emu_current() == -1
+    def enter() -> int:
+        if other is not None:
+            other.enter()
+        assert emulator.lib.emu_current() == (-1 if other is None else 0)
         CALLS[call](bench)
         return int(emulator.lib.emu_current())
 
-    assert elsewhere(first) == 1
-    assert emulator.contexts == 0b10
+    assert elsewhere(enter) == 1
+    assert emulator.contexts == (0b10 if other is None else 0b11)
 
 
-def test_one_thread_can_use_two_devices_alternately(emulator: Emulator) -> None:
-    benches = [Bench(emulator, device=device) for device in (0, 1)]
-    copiers = [CudaCopier(bench.driver) for bench in benches]
-    for _ in range(3):
-        tickets = [
-            copier.submit(Direction.LOAD, bench.load, (copier.fence(),))
-            for bench, copier in zip(benches, copiers, strict=True)
-        ]
-        emulator.step()
-        assert [ticket.query() for ticket in tickets] == [TicketState.DONE] * 2
-    assert all(bench.has_arrived() for bench in benches)
-
-
-def test_errors_have_the_drivers_names(emulator: Emulator) -> None:
+def test_an_error_without_a_name_has_its_number(emulator: Emulator) -> None:
     bench = Bench(emulator)
-    emulator.fail("cuMemHostRegister_v2", 712)
-    with pytest.raises(
-        CudaError, match=r"cuMemHostRegister_v2 with CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED \(712\)"
-    ):
-        bench.driver.pinned(4096)
     emulator.fail("cuMemHostRegister_v2", 12345)
-    with pytest.raises(CudaError, match=r"an unknown error \(12345\)"):
+    with pytest.raises(CudaError, match=r"cuMemHostRegister_v2 with an unknown error \(12345\)"):
         bench.driver.pinned(4096)
 
 

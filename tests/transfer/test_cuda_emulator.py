@@ -32,27 +32,15 @@ def registers(emulator: Emulator) -> Callable[[], int]:
     return lambda: int(emulator.lib.cuMemHostRegister_v2(memory.ctypes.data, 4096, 0))
 
 
-@pytest.mark.parametrize(
-    ("mode", "spoils"), [(CAPTURE_GLOBAL, True), (CAPTURE_THREAD_LOCAL, False), (RELAXED, False)]
-)
-def test_an_unsafe_call_breaks_another_threads_capture_depending_on_the_callers_mode(
-    emulator: Emulator, mode: int, spoils: bool
+@pytest.mark.parametrize("is_own", [True, False])
+@pytest.mark.parametrize("mode", [CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, RELAXED])
+def test_an_unsafe_call_breaks_a_capture_depending_on_its_thread_and_mode(
+    emulator: Emulator, mode: int, is_own: bool
 ) -> None:
-    engine = Engine(emulator)
-    engine.capture()
-    assert beside(engine, registers(emulator), mode) == (900 if spoils else 0)
-    assert engine.end_capture() == (INVALIDATED if spoils else 0)
-
-
-@pytest.mark.parametrize(
-    ("mode", "spoils"), [(CAPTURE_GLOBAL, True), (CAPTURE_THREAD_LOCAL, True), (RELAXED, False)]
-)
-def test_unsafe_calls_in_a_threads_own_capture_require_relaxed_mode(
-    emulator: Emulator, mode: int, spoils: bool
-) -> None:
-    engine = Engine(emulator)
-    engine.capture(mode)
-    assert registers(emulator)() == (900 if spoils else 0)
+    engine, call = Engine(emulator), registers(emulator)
+    engine.capture(mode if is_own else CAPTURE_GLOBAL)
+    spoils = mode == CAPTURE_GLOBAL or (is_own and mode == CAPTURE_THREAD_LOCAL)
+    assert (call() if is_own else beside(engine, call, mode)) == (900 if spoils else 0)
     assert engine.end_capture() == (INVALIDATED if spoils else 0)
 
 

@@ -249,17 +249,6 @@ def test_r16_memory_of_a_copy_that_does_not_end_stays_registered(
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
 
 
-def test_closing_waits_for_running_copies(cuda_library_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    emulator = Emulator(cuda_library_path)
-    emulator.reset(delay_us=3000)
-    life = Life(emulator, monkeypatch, 5, is_stepped=False)
-    for _ in range(20):
-        life.step()
-    life.close()
-    assert (emulator.races, emulator.faults, emulator.registrations) == (0, 0, 0), emulator.report
-    emulator.reset(stepped=True)
-
-
 def test_a_lost_device_is_reported_once_and_every_job_ends(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,33 +24,27 @@ pytestmark = pytest.mark.skipif(
 def test_the_kernel_passes_its_checks_in_the_interpreter_and_compiled(
     what: str, interpreted: str, tmp_path: Path
 ) -> None:
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(BESIDE)]))
-    settings = {"PYTHONPATH": path, "TRITON_INTERPRET": interpreted, "TRITON_CACHE_DIR": str(tmp_path)}
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.transfer.page_kernel_checks", what],
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
+    settings = {"TRITON_INTERPRET": interpreted, "TRITON_CACHE_DIR": str(tmp_path)}
+    run("page_kernel_checks", what, settings)
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_the_kernel_runs_with_tritons_compiler_and_launcher(cuda_library_path: Path, tmp_path: Path) -> None:
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(BESIDE)]))
     settings = {
-        "PYTHONPATH": path,
         "LD_LIBRARY_PATH": str(cuda_library_path.parent),
         "TRITON_LIBCUDA_PATH": str(cuda_library_path.parent),
         "TRITON_CACHE_DIR": str(tmp_path),
         "XDG_CACHE_HOME": str(tmp_path),
     }
+    run("page_kernel_on_emulator", str(cuda_library_path), settings)
+
+
+def run(module: str, argument: str, settings: dict[str, str]) -> None:
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT), str(BESIDE)]))
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.transfer.page_kernel_on_emulator", str(cuda_library_path)],
-        env={**os.environ, **settings},
+        [sys.executable, "-m", f"tests.transfer.{module}", argument],
+        env={**os.environ, "PYTHONPATH": path, **settings},
         capture_output=True,
         text=True,
         timeout=120,

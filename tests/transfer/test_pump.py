@@ -1,13 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-import mmap
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from kvoffload.model.errors import IllegalTransition
+from kvoffload.model.errors import HostMemoryError, IllegalTransition
 from kvoffload.model.wire import Direction
 from kvoffload.testing import wait_all_blocked
 from kvoffload.transfer.ports import TicketState
@@ -113,9 +112,6 @@ async def test_a_limit_below_two_blocks_allows_one_block_at_once(bound: float) -
         rig.pump.submit_stores([store(1, [0, 1], [0, 1])])
         await wait_all_blocked()
         assert [ticket.runs.total_bytes for ticket in rig.copier.tickets] == [96]
-        rig.copier.release()
-        await rig.clock.advance(0.1)
-        assert rig.outcomes() == {1: DONE}
 
 
 async def test_only_the_oldest_ticket_of_a_lane_is_queried() -> None:
@@ -136,9 +132,12 @@ async def test_an_idle_pump_neither_wakes_up_nor_queries() -> None:
     async with running(rig):
         before = statistics_of(rig.pump)
         await rig.clock.advance(3600)
+        rig.pump.submit_loads([])
+        rig.pump.submit_stores([])
         rig.pump.poll()
+        await wait_all_blocked()
         assert statistics_of(rig.pump) == before
-        assert rig.clock.sleepers == 0
+        assert (rig.clock.sleepers, rig.copier.fences) == (0, 0)
 
 
 async def test_polls_become_rarer_while_no_copy_ends_and_stop_after_the_last() -> None:
@@ -157,17 +156,6 @@ async def test_polls_become_rarer_while_no_copy_ends_and_stop_after_the_last() -
         assert statistics_of(rig.pump).wake_ups == rest
 
 
-async def test_the_hook_notices_ends_while_the_coroutine_sleeps() -> None:
-    rig = Rig()
-    async with running(rig):
-        rig.pump.submit_stores([store(1, [1], [1])])
-        await wait_all_blocked()
-        turns = statistics_of(rig.pump).wake_ups
-        rig.copier.tickets[0].finish()
-        assert rig.outcomes() == {1: DONE}
-        assert statistics_of(rig.pump).wake_ups == turns
-
-
 async def test_the_hook_does_not_wait_for_the_coroutine() -> None:
     rig = Rig()
     async with running(rig):
@@ -181,7 +169,7 @@ async def test_the_hook_does_not_wait_for_the_coroutine() -> None:
         assert rig.outcomes() == {1: DONE}
 
 
-async def test_a_report_contains_only_changes() -> None:
+async def test_a_report_contains_only_changes_and_the_bytes_and_seconds_of_ended_jobs() -> None:
     rig = Rig()
     assert rig.pump.take_report() is None
     async with running(rig):
@@ -189,29 +177,17 @@ async def test_a_report_contains_only_changes() -> None:
         assert report is not None
         assert (report.jobs, report.ready_slots) == ((), 16)
         assert rig.pump.take_report() is None
-        rig.pump.submit_loads([load(1, [1], [1])])
-        assert rig.has_work
-        rig.copier.tickets[0].finish()
-        rig.pump.poll()
-        assert rig.has_work
-        report = rig.pump.take_report()
-        assert report is not None
-        assert [job.job for job in report.jobs] == [1]
-        assert not rig.has_work
-
-
-async def test_a_report_has_the_seconds_and_bytes_of_a_job() -> None:
-    rig = Rig()
-    async with running(rig):
         rig.pump.submit_stores([store(1, [1, 2], [1, 2])])
         await rig.clock.advance(0.5)
+        turns = statistics_of(rig.pump).wake_ups
         rig.copier.tickets[0].copy_seconds = 0.125
         rig.copier.tickets[0].finish()
         rig.clock.jump(0.5)
-        (report,) = rig.reports()
-        assert (report.copied_bytes, report.copy_s) == (192, 0.125)
-        assert report.queue_s == pytest.approx(0.875)
-        assert len(rig.copier.tickets[0].runs) == 2
+        (ended,) = rig.reports()
+        assert statistics_of(rig.pump).wake_ups == turns  # the hook noticed the end
+        assert (ended.job, ended.copied_bytes, ended.copy_s) == (1, 192, 0.125)
+        assert ended.queue_s == pytest.approx(0.875)
+        assert not rig.has_work
 
 
 async def test_submitting_a_job_twice_is_an_error() -> None:
@@ -232,50 +208,24 @@ async def test_submitting_a_job_twice_is_an_error() -> None:
         assert rig.outcomes() == {2: DONE}
 
 
-async def test_submitting_no_jobs_does_nothing() -> None:
-    rig = Rig()
-    async with running(rig):
-        turns = statistics_of(rig.pump).wake_ups
-        rig.pump.submit_loads([])
-        rig.pump.submit_stores([])
-        await wait_all_blocked()
-        assert statistics_of(rig.pump).wake_ups == turns
-        assert rig.copier.fences == 0
-
-
-async def test_ready_slots_are_reported_as_they_grow() -> None:
-    rig = Rig()
-    growth = asyncio.create_task(rig.arena.prepare())
-    await growth
-    reported = [(report.ready_slots, report.is_growing) for report in iter(rig.pump.take_report, None)]
-    assert reported == [(16, False)]
-    await rig.pump.close()
-    # the reported number of slots never decreases, even after the memory was freed
-    assert rig.pump.take_report() is None
-
-
-async def test_reports_contain_whether_memory_is_still_growing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
+async def test_ready_slots_are_reported_as_they_grow_until_memory_is_refused() -> None:
     memory = ManualExecutor()
     rig = Rig(memory=memory)
     growth = asyncio.create_task(rig.arena.prepare())
     await wait_all_blocked()
     assert rig.pump.take_report() is None  # before the first report, the scheduler assumes this state
     reported = []
-    for chunk in range(2):
-        if chunk:
-            monkeypatch.setattr(mmap, "mmap", refuse)
-        memory.run_next()
+    for grow in (memory.run_next, lambda: memory.lose_next(HostMemoryError("no"))):
+        grow()
         await wait_all_blocked()
         report = rig.pump.take_report()
         assert report is not None
         reported.append((report.ready_slots, report.is_growing))
     await growth
     assert reported == [(5, True), (5, False)]
-    assert rig.pump.take_report() is None
     await rig.pump.close()
+    # the reported number of slots never decreases, even after the memory was freed
+    assert rig.pump.take_report() is None
 
 
 class PolledLock:

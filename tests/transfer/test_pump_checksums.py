@@ -24,21 +24,39 @@ async def stored(rig: Rig, slots: list[int], blocks: list[int], number: int = 1)
     assert rig.outcomes() == {number: DONE}
 
 
+def hand_in(rig: Rig, kind: str) -> None:
+    """Submit job 2. A load reads slot 1, which `stored` has filled."""
+    if kind == "store":
+        rig.pump.submit_stores([store(2, [3], [3])])
+    else:
+        rig.pump.submit_loads([load(2, [1], [5])])
+
+
+each = pytest.mark.parametrize("kind", ["store", "load"])
+
+
+@each
 @pytest.mark.parametrize("verify", VERIFY)
-@pytest.mark.parametrize("hand_in", ["store", "load"])
-async def test_a_job_is_reported_when_its_checksums_were_read(hand_in: str, verify: str) -> None:
+async def test_a_job_is_reported_when_its_checksums_were_read_and_that_time_counts_as_queueing(
+    kind: str, verify: str
+) -> None:
     rig = Rig(verify=verify)
     async with running(rig):
-        await stored(rig, [1, 2], [1, 2])
-        if hand_in == "store":
-            rig.pump.submit_stores([store(2, [3], [3])])
-        else:
-            rig.pump.submit_loads([load(2, [2, 1], [5, 6])])
+        await stored(rig, [1], [1])
+        rig.copier.hold()
+        hand_in(rig, kind)
         await rig.clock.advance(0.01)
-        assert not rig.copier.open_tickets
+        (ticket,) = rig.copier.open_tickets
+        assert ticket.fences == (2,)  # the hook's own fence; the first was that of `stored`
+        ticket.copy_seconds = 0.25
+        ticket.finish()
+        rig.pump.poll()
+        await rig.clock.advance(1.0)
         assert (rig.reports(), rig.has_work, rig.reader.waiting) == ([], True, 1)
         rig.reader.run_next()
-        assert rig.outcomes() == {2: DONE}
+        (report,) = rig.reports()
+        assert (report.outcome, report.copy_s) == (DONE, 0.25)
+        assert report.queue_s == pytest.approx(0.76)
         rig.assert_nothing_held()
 
 
@@ -62,26 +80,6 @@ async def test_a_load_of_corrupt_slots_is_corrupt_and_names_them(verify: str) ->
             ("blocks_corrupt", "error", 3, [3]),
         ]
         rig.assert_nothing_held()
-
-
-@pytest.mark.parametrize("hand_in", ["store", "load"])
-async def test_the_time_for_checksums_counts_as_queueing(hand_in: str) -> None:
-    rig = Rig(verify="full")
-    async with running(rig):
-        await stored(rig, [1], [1])
-        rig.copier.hold()
-        job = store(2, [3], [3]) if hand_in == "store" else load(2, [1], [5])
-        (rig.pump.submit_stores if hand_in == "store" else rig.pump.submit_loads)([job])
-        await rig.clock.advance(0.01)
-        (ticket,) = rig.copier.open_tickets
-        ticket.copy_seconds = 0.25
-        ticket.finish()
-        rig.pump.poll()
-        await rig.clock.advance(1.0)
-        rig.reader.run_all()
-        (report,) = rig.reports()
-    assert report.copy_s == 0.25
-    assert report.queue_s == pytest.approx(0.76)
 
 
 async def test_bytes_changed_between_the_copy_and_the_check_are_detected() -> None:
@@ -111,31 +109,7 @@ async def test_the_next_batch_is_queried_while_checksums_are_computed() -> None:
         assert rig.outcomes() == {2: DONE, 3: DONE}
 
 
-async def test_a_load_with_checksums_starts_at_once_with_the_hooks_fence() -> None:
-    rig = Rig(verify="full")
-    async with running(rig):
-        await stored(rig, [1], [1])
-        rig.copier.hold()
-        fences = rig.copier.fences
-        rig.pump.submit_loads([load(2, [1], [5])])
-        (ticket,) = rig.copier.open_tickets
-        assert ticket.fences == (fences + 1,) == (rig.copier.fences,)
-
-
-async def test_the_limit_on_stores_includes_stores_whose_checksums_are_being_computed() -> None:
-    rig = Rig(blocks_in_flight=4, verify="full")
-    async with running(rig):
-        rig.copier.release()
-        rig.pump.submit_stores([store(number, [number], [number]) for number in range(8)])
-        await rig.clock.advance(0.05)
-        assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
-        assert statistics_of(rig.pump).queued_stores == 4
-        rig.reader.release()
-        await rig.clock.advance(0.05)
-        assert rig.outcomes() == dict.fromkeys(range(8), DONE)
-
-
-async def test_the_limit_on_stores_excludes_copies_that_ended_after_they_were_abandoned() -> None:
+async def test_the_limit_on_stores_includes_checksums_except_those_of_abandoned_copies() -> None:
     rig = Rig(blocks_in_flight=4, verify="full")
     async with running(rig):
         rig.pump.submit_stores([store(number, [number], [number]) for number in range(4)])
@@ -147,7 +121,8 @@ async def test_the_limit_on_stores_excludes_copies_that_ended_after_they_were_ab
             assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
             rig.copier.release()
             await rig.clock.advance(TIMEOUT_S / 2)
-            assert rig.reader.waiting == 4
+            # The copies of all eight stores have ended, and four of them were abandoned before.
+            assert (rig.reader.waiting, len(rig.copier.open_tickets)) == (4, 0)
             assert statistics_of(rig.pump).store_bytes_in_flight == 4 * 96
             rig.reader.release()
             await rig.clock.advance(TIMEOUT_S)
@@ -155,18 +130,15 @@ async def test_the_limit_on_stores_excludes_copies_that_ended_after_they_were_ab
         rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("hand_in", ["store", "load"])
+@each
 @pytest.mark.parametrize("fault", ["refuse", "raise"])
-async def test_a_job_whose_checksums_cannot_be_read_fails(hand_in: str, fault: str) -> None:
+async def test_a_job_whose_checksums_cannot_be_read_fails(kind: str, fault: str) -> None:
     rig = Rig(verify="full")
     async with running(rig):
         await stored(rig, [1], [1])
         if fault == "refuse":
             rig.reader.refuse(RuntimeError("shut down"))
-        if hand_in == "store":
-            rig.pump.submit_stores([store(2, [3], [3])])
-        else:
-            rig.pump.submit_loads([load(2, [1], [5])])
+        hand_in(rig, kind)
         with capture_logs() as logs:
             await rig.clock.advance(0.01)
             if fault == "raise":
@@ -177,14 +149,13 @@ async def test_a_job_whose_checksums_cannot_be_read_fails(hand_in: str, fault: s
         rig.assert_nothing_held()
 
 
-@pytest.mark.parametrize("hand_in", ["store", "load"])
-async def test_checksums_that_never_end_are_abandoned_by_the_copys_timeout(hand_in: str) -> None:
+@each
+async def test_checksums_that_never_end_are_abandoned_by_the_copys_timeout(kind: str) -> None:
     rig = Rig(verify="full")
     async with running(rig):
         await stored(rig, [1], [1])
         rig.copier.hold()
-        job = store(2, [3], [3]) if hand_in == "store" else load(2, [1], [5])
-        (rig.pump.submit_stores if hand_in == "store" else rig.pump.submit_loads)([job])
+        hand_in(rig, kind)
         await rig.clock.advance(TIMEOUT_S * 0.75)
         rig.copier.release()
         with capture_logs() as logs:
