@@ -14,7 +14,7 @@ class Verdict(StrEnum):
 
     OK = "ok"
     UNKNOWN = "unknown"  # the check cannot be made on this machine, or needs a value that was not given
-    WARNING = "warning"  # the engine starts, but offloading will cost more or save less than it could
+    WARNING = "warning"  # the engine starts, but offloading costs more or saves less than it could
     ERROR = "error"  # the engine would not start, its requests would fail, or offloading would be useless
 
 
@@ -96,8 +96,8 @@ class Given:
         settings: kvoffload's settings in the engine's configuration; None if it contains none.
         sizes: the engine's sizes.
         checks: the adapter's checks.
-        parse: parses the settings, or raises `ConfigError`. It is given only for an engine with a host tier of its own,
-            which uses only kvoffload's lower tiers.
+        parse: parses the settings, or raises `ConfigError`. None unless the engine has its own host tier and uses only
+            kvoffload's lower tiers.
     """
 
     settings: Mapping[str, object] | None

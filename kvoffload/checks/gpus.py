@@ -50,6 +50,6 @@ def find_gpus() -> Gpus:
             driver.cuDeviceGetPCIBusId(text, _TEXT_BYTES, device)
             addresses.append(text.value.decode(errors="replace"))
         driver.cuDeviceGetAttribute(ctypes.byref(answer), _HOST_REGISTER_SUPPORTED, device)
-    except (OSError, AttributeError):  # the driver's library is missing, or lacks one of these functions
+    except (OSError, AttributeError):  # the driver's library is missing, or lacks a function
         return Gpus()
     return Gpus(tuple(names), cuda.value, bool(answer.value), tuple(addresses))

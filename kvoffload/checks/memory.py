@@ -102,7 +102,7 @@ def _host_pool(setup: Setup) -> Finding:
 
 
 def _copy_speed(setup: Setup) -> Finding:
-    # Each page is copied separately, so each page counts once for the median, whatever its size.
+    # Each page is copied separately, so every page has the same weight in the median.
     pages = setup.sizes.page_bytes
     page = sorted(pages)[len(pages) // 2]
     share = next((share for size, share in SPEEDS if page >= size), None)

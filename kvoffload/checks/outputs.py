@@ -62,7 +62,7 @@ def _disk_folder(setup: Setup) -> Finding | None:
 
 
 def _try_folder(folder: Path) -> str | None:
-    """Try direct I/O in this folder, on a temporary file. Return why direct I/O fails, or None if it works.
+    """Try direct I/O on a temporary file in `folder`. Return why direct I/O fails, or None if it works.
 
     Raises:
         OSError: the folder is not writable.
@@ -76,7 +76,7 @@ def _try_folder(folder: Path) -> str | None:
 
 
 def _existing(path: Path) -> Path:
-    """Return `path` if this folder exists, or else its nearest parent that exists."""
+    """Return the folder `path` if it exists, or else its nearest parent that exists."""
     return next((one for one in (path, *path.absolute().parents) if one.is_dir()), Path("/"))
 
 
@@ -136,7 +136,7 @@ def _collector(setup: Setup) -> Finding | None:
 
 
 def unreachable(address: RemoteAddress) -> Finding | None:
-    """Return a finding that says why this remote tier cannot be used, or None if the tier answers."""
+    """Return a finding with the reason why the remote tier cannot be used, or None if the tier answers."""
     match address:
         case MooncakeAddress():
             return _no_mooncake(address)

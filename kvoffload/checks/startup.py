@@ -61,7 +61,7 @@ def examine_rank(
 def log_warnings(findings: Iterable[Finding]) -> None:
     """Log a warning for each finding.
 
-    Call this function only after the engine has started. If the start fails, its error is enough.
+    Call this function only after the engine has started, because a failed start already reports its error.
     """
     for one in findings:
         verdict = one.verdict.value

@@ -25,7 +25,7 @@ _LONGEST_HOLDER = 200  # the maximum number of characters that an error quotes f
 
 @dataclass(frozen=True, slots=True)
 class DiskPlace:
-    """What determines the folder of an engine's files.
+    """Determines the folder of an engine's files.
 
     Args:
         root: the setting `disk_path`.

@@ -42,7 +42,7 @@ class KVIdentity:
 
     @property
     def fingerprint(self) -> str:
-        """A short text that is different for every identity."""
+        """Return a short text that is different for every identity."""
         parts = json.dumps(self.as_parts(), sort_keys=True, separators=(",", ":"))
         return sha256(parts.encode()).hexdigest()[:_DIGITS]
 

@@ -104,7 +104,7 @@ class Entries:
     def puts(self, start: int = 0, end: int | None = None) -> list[Put]:
         """Return a put record for each entry from `start` up to `end`."""
         part = self.records[start:end]
-        raw = part["key"].tobytes()  # to convert each key separately would take ten times as long
+        raw = part["key"].tobytes()  # converting each key separately would take ten times as long
         sizes = zip(range(0, len(raw), _KEY_BYTES), part["key_bytes"].tolist(), strict=True)
         keys: list[Any] = [raw[place : place + size] for place, size in sizes]
         sums: Iterable[tuple[int, ...]] = zip(*part["sums"].T.tolist(), strict=True)
@@ -257,7 +257,7 @@ def _read_batch(header: IndexHeader, number: int, data: bytes, start: int) -> ND
 
 
 def _entries(header: IndexHeader, batches: Iterable[NDArray[np.void]]) -> Entries:
-    """Return the entries that result from these batches.
+    """Return the entries that remain after applying the batches' records in order.
 
     If several records name the same slot, numpy's assignments keep the last one.
     """
@@ -316,7 +316,7 @@ class IndexLog:
         os.fdatasync(self._descriptor)
 
     def is_mostly_garbage(self, entries: int) -> bool:
-        """Return whether `rewritten` would make this index, which has `entries` blocks, much smaller."""
+        """Return whether `rewritten` would make an index of `entries` blocks much smaller than this index."""
         return self.records - entries > max(entries, _LEAST_GARBAGE)
 
     def rewritten(self) -> IndexLog:

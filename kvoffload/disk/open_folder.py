@@ -88,11 +88,11 @@ class OpenFolder:
             os.unlink(name, dir_fd=self.descriptor)
 
     def sync(self) -> None:
-        """Write the folder's list of names to the disk."""
+        """Sync the folder, so that its list of names is on the disk."""
         os.fsync(self.descriptor)
 
     def is_at_its_path(self) -> bool:
-        """Return whether the path still leads to this folder."""
+        """Return whether `path` still leads to this folder."""
         try:
             found = os.stat(self.path)
         except FileNotFoundError:

@@ -35,7 +35,7 @@ PIECE_BYTES = 2**20
 On an NVMe disk, calls of this size were 1.4 times as fast as calls of 64 KiB, and took a quarter of their CPU time.
 """
 
-_MOST_PARTS = 1024  # the kernel's limit on the number of buffers in one call
+_MOST_PARTS = 1024  # the maximum number of buffers that the kernel takes in one call
 
 _Call = Callable[[int, list[memoryview], int], int]
 
@@ -48,7 +48,7 @@ log = get_logger("disk")
 
 @dataclass(frozen=True, slots=True)
 class SlotShape:
-    """What a slot file's slots contain. If a file's slots have another shape, the file is replaced.
+    """Describes the slots of a slot file. If an existing file's slots have another shape, the file is replaced.
 
     Args:
         rank, ranks: the rank whose bytes are in the slots, and the number of ranks.
@@ -63,7 +63,7 @@ class SlotShape:
 
     @property
     def pitch(self) -> int:
-        """The number of bytes from the start of a slot to the start of the next slot."""
+        """Return the number of bytes from the start of a slot to the start of the next slot."""
         return round_up(self.slot_bytes)
 
 

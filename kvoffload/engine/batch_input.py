@@ -27,7 +27,7 @@ class Span:
     blocks: torch.Tensor  # int64 [pages]
     keys: slice  # the visible tokens, as a slice of the pages' tokens
     mask: torch.Tensor | None  # [rows, keys], 0 or -inf, added to the scores; if None, is_causal applies
-    # Used without a mask. True if rows and keys are the same tokens, False if every row sees every key.
+    # If there is no mask: True if the rows and the keys are the same tokens, False if every row attends to every key.
     is_causal: bool
 
 
@@ -65,7 +65,7 @@ class BatchInput:
 
 
 class InputMaker:
-    """Makes the tensors of a step. The tokens of the step's chunks follow one another."""
+    """Makes the tensors of a step. Tokens are in the order of the step's chunks."""
 
     def __init__(self, groups: Sequence[GroupFacts], device: torch.device, dtype: torch.dtype) -> None:
         self._groups = groups

@@ -60,7 +60,7 @@ class BlockPool:
     # --- for the engine ---------------------------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int]:
-        """Allocate `count` blocks or none. Allocated blocks lose their keys.
+        """Allocate `count` blocks, and remove their keys.
 
         Raises:
             ValueError: fewer than `count` blocks are free.
@@ -115,7 +115,7 @@ class BlockPool:
         return next(iter(blocks)) if blocks else None
 
     def next_evictable(self, count: int) -> list[int]:
-        """Return up to `count` free blocks in the order in which they will be reused, with or without a key."""
+        """Return up to `count` free blocks, with or without a key, in the order in which they will be reused."""
         return list(islice(self._free, count))
 
     # --- for both ---------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class BlockPool:
         return True
 
     def audit(self, held: Mapping[int, int]) -> list[str]:
-        """Return every broken invariant as text; `held` counts the references to each block in all requests' tables."""
+        """Return a text for every broken invariant. `held` counts each block's references in all requests' tables."""
         found = [
             f"block {block} has {count} request references, the tables have {held.get(block, 0)}"
             for block, count in enumerate(self._held)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from kvoffload.engine.request import Token
 
-# The pause after a step that could compute nothing, during which loads and plugin work can end.
+# Seconds to pause after a step that computed nothing, so that loads and plugin work can end.
 _IDLE_STEP_S = 0.0005
 
 
@@ -151,7 +151,7 @@ class Engine:
 
     def step(self) -> bool:
         """Run one step; return False if the step had nothing to compute."""
-        # Ask before scheduling. A plugin without pending work at this point will not release leased blocks in this
+        # Call `has_pending_work` before scheduling: a plugin that returns False here releases no leased blocks in this
         # step.
         plugin_waits = self._plugin.has_pending_work()
         batch = self._scheduler.schedule()
@@ -177,7 +177,7 @@ class Engine:
         return device and plugin
 
     def audit(self) -> list[str]:
-        """Return every broken invariant as text. Call it between steps."""
+        """Return a text for every broken invariant. Call this between steps."""
         return self._scheduler.audit(self.pool)
 
     def statistics(self) -> EngineStatistics:
@@ -193,7 +193,7 @@ class Engine:
         )
 
     def close(self) -> None:
-        """End open requests and shut the plugin down, without waiting. Use this only if you call `step` yourself."""
+        """End open requests and shut the plugin down, without waiting. For callers that call `step` themselves."""
         self._refuse_all(EngineStopped("the engine has stopped"))
         self._shut_down()
 

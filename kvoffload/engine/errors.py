@@ -59,4 +59,4 @@ class PoolExhausted(EngineError):
 
 
 class EngineStopped(EngineError):
-    """Raised for requests that are open when the engine stops, or are submitted after that."""
+    """Raised for requests that are open when the engine stops, or are submitted later."""

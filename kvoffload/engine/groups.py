@@ -1,4 +1,4 @@
-"""Computes which tokens a group's layers can see, which blocks a request must therefore hold, and how many.
+"""Computes which tokens a group's layers attend to, and which blocks a request must hold for them.
 
     full              [0 ................................ p]
     sliding window                    [p - window + 1 ... p]
@@ -9,7 +9,7 @@ Tables, prefix search and masks all use `first_visible` to decide whether a bloc
 
 Pool size, admission and allocation all use the formula in `Capacity`. A step computes at most `step_tokens` new tokens
 of a request, and one step is in flight. Blocks that left the window are released before new ones are allocated, so a
-request holds at most this much in a window group:
+request holds at most this many blocks in a window group:
 
         |<---- window - 1 ---->|<-- in flight -->|
     ....|......:.......:.......:.......:.......:.|        in blocks, rounded up, plus one,

@@ -37,7 +37,7 @@ class Layer(NamedTuple):
 class Transformer:
     """The model without its KV cache. The caller provides the attention.
 
-    So the same code serves the paged engine and a dense reference.
+    The paged engine and a dense reference use this code with different attention.
     """
 
     def __init__(self, config: ModelConfig, max_model_len: int, device: torch.device) -> None:
@@ -77,7 +77,7 @@ class Transformer:
 
 
 class _Draw:
-    """Draws weights on the CPU, so that every device gets the same weights."""
+    """Draws random weights on the CPU, so that every device gets the same weights."""
 
     def __init__(self, config: ModelConfig, device: torch.device) -> None:
         self._generator = torch.Generator().manual_seed(config.seed)

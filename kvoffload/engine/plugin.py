@@ -35,7 +35,7 @@ ENTRY_POINT_GROUP = "kvoffload.engine_plugins"
 
 GroupKind = Literal["full", "sliding_window", "chunked_local", "recurrent"]
 
-#: Block ids per group, by position in the request; the null id 0 where the request holds no block.
+#: For each group, the block id at each position of the request; the null id 0 where the request holds no block.
 BlockTables = tuple[tuple[int, ...], ...]
 
 
@@ -52,7 +52,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The facts about an engine that its plugin gets. These facts never change."""
+    """An engine's configuration, groups and block pool, as its plugin gets them."""
 
     config: EngineConfig
     groups: tuple[GroupFacts, ...]
@@ -124,17 +124,18 @@ class SchedulerPlugin:
         """Handle a new request. Called once per request, before any other hook for this request."""
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
-        """Return how many tokens beyond `device_tokens` (whole blocks) can be loaded; None to be asked again later.
+        """Return how many tokens after the first `device_tokens` can be loaded; None to be called again later.
 
-        Called any number of times before an allocation. The engine may accept fewer tokens, always in whole blocks, and
-        always leaves at least one token of the request to compute.
+        Called any number of times before an allocation. `device_tokens` is a number of whole blocks. The engine may
+        accept fewer tokens, always in whole blocks, and always leaves at least one token of the request to compute.
         """
         return 0
 
     def prefix_boundary(self, request: Request) -> int:
         """Return after how many of this request's tokens to keep a recurrent state; 0 to keep none.
 
-        Called after a lookup, only for models with recurrent groups. The request's prefill ends a step there.
+        Called after a lookup, only for models with recurrent groups. A step of the request's prefill ends at this
+        token.
         """
         return 0
 
@@ -210,7 +211,7 @@ class EnginePlugin(Protocol):
 
 
 def load_plugin(name: str) -> EnginePlugin:
-    """Return the plugin that the entry point `name` creates; the entry point is a callable without arguments.
+    """Return the plugin that the entry point `name` creates. The entry point is a function without arguments.
 
     Raises:
         PluginError: no installed distribution offers `name`.

@@ -43,7 +43,7 @@ class RequestStats:
     arrived_s: float
     device_hit_tokens: int = 0  # found on the device at the last admission before the first token
     external_tokens: int = 0  # loaded by the plugin at the last admission before the first token
-    # found or loaded at admissions after the first token; each of these follows a preemption
+    # found or loaded at admissions after the first token, each of which follows a preemption
     resumed_tokens: int = 0
     computed_tokens: int = 0  # tokens computed again after a preemption are counted again
     generated_tokens: int = 0
@@ -83,7 +83,7 @@ class KeyChain:
         return self._keys[group]
 
     def _append(self, block: Sequence[int]) -> None:
-        # Eight bytes per token, the widest that an array supports, so that different blocks never have the same bytes.
+        # Use eight bytes per token, an array's widest type, so that different blocks never have the same bytes.
         self._last_hash = sha256(self._last_hash + array("q", block).tobytes()).digest()
         for group, keys in enumerate(self._keys):
             keys.append(self._last_hash + group.to_bytes(4, "big"))
@@ -209,5 +209,5 @@ class TokenStream:
         self._arrived.put_nowait(token)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the stream, with an error if the request failed. Only the engine calls this."""
+        """End the stream, with `error` if the request failed. Only the engine calls this."""
         self._arrived.put_nowait(error or StopAsyncIteration())

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from kvoffload.engine.plugin import GroupFacts
     from kvoffload.engine.scheduler import Batch
 
-_GATE_BIAS = 3.0  # a recurrent layer remembers a token for about ten more tokens
+_GATE_BIAS = 3.0  # with this bias, a token affects a recurrent layer's state for about ten more tokens
 
 
 class Runner:
-    """Owns the weights and the physical KV tensors.
+    """Holds the weights and the physical KV tensors, and runs the model.
 
     There is one KV tensor per layer of a group, [num_blocks, 2, block_tokens, kv_heads, head_dim]. Each tensor serves
     one layer of each group; these layers use different blocks.

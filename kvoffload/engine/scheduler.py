@@ -53,11 +53,11 @@ class Chunk:
 class Batch:
     chunks: tuple[Chunk, ...]
     facts: StepFacts
-    is_starved: bool  # whether a request could not get blocks
+    is_starved: bool  # whether too few blocks were free for a request
 
 
 class Scheduler:
-    """Owns the requests' states and queues. The scheduler is synchronous, and uses no clock and no tensors."""
+    """Keeps the requests' states and queues. The scheduler never waits, and uses no clock and no tensors."""
 
     def __init__(
         self, tables: BlockTables, capacity: Capacity, plugin: SchedulerPlugin, max_requests: int
@@ -119,7 +119,7 @@ class Scheduler:
         return Batch(tuple(chunks), facts, self._starved)
 
     def confirm(self, batch: Batch, sampled: Sequence[Token]) -> list[tuple[Request, Token]]:
-        """Apply a step's results; return each new token with its request. Requests that are complete have ended.
+        """Apply a step's results, and end complete requests. Return each new token with its request.
 
         `sampled` has one token for each chunk that samples, in order.
         """
@@ -140,7 +140,7 @@ class Scheduler:
             self._load_ended(request_id, self._retry)
 
     def audit(self, pool: BlockPool) -> list[str]:
-        """Return every broken invariant as text. Call it between two steps."""
+        """Return a text for every broken invariant. Call this between steps."""
         holders = (*self.running, *self.loading.values())
         held = Counter(block for request in holders for table in request.tables for block in table if block)
         found = pool.audit(held)
@@ -230,7 +230,7 @@ class Scheduler:
         return len(self.running) + len(self.loading) < self._max_requests
 
     def _admit(self, request: Request, budget: int) -> Chunk | None:
-        """Return the chunk to compute; None if the request loads, or waits for the plugin's answer or for blocks."""
+        """Return the chunk to compute; None if the request loads, or waits for the plugin or for blocks."""
         hit = self._tables.find_prefix(request)
         device = hit.blocks * self._capacity.block_tokens
         request.shared_tokens = hit.full_blocks * self._capacity.block_tokens

@@ -16,7 +16,7 @@ from kvoffload.engine.groups import first_needed_block
 from kvoffload.engine.plugin import GroupFacts, StateMade
 from kvoffload.engine.request import Request
 
-#: Per group, the (position, block id) pairs of one allocation.
+#: For each group, the (position, block id) pairs of one allocation.
 NewBlocks = tuple[tuple[tuple[int, int], ...], ...]
 
 #: Returns the device block for a position of a group, or None.
@@ -32,7 +32,9 @@ class PrefixHit:
 
     blocks: int
     tables: tuple[tuple[int, ...], ...]
-    full_blocks: int = 0  # how many blocks the full-attention groups have; the hit may have fewer
+    full_blocks: int = (
+        0  # how many blocks the full-attention groups have on the device; the hit may be shorter
+    )
 
 
 class BlockTables:
@@ -89,7 +91,7 @@ class BlockTables:
         )
 
     def states_made(self, request: Request, end: int) -> list[StateMade]:
-        """Index and return the recurrent states that a step up to `end` writes; none if the step ends inside a block.
+        """Index and return the states that a step up to token `end` completes; none if it ends inside a block.
 
         Call this method after the step's last prefix search, because an indexed block does not hold its state until the
         forward pass has run.
@@ -129,7 +131,7 @@ class BlockTables:
         request.forget_blocks()
 
     def _admission_table(self, group: GroupFacts, hit: PrefixHit, seen: int, end: int) -> list[int | None]:
-        """Return a group's first table, with None wherever a new block is needed."""
+        """Return a group's table at admission, with None wherever a new block is needed."""
         if group.kind == "recurrent":
             return self._states_table(hit.tables[group.index], seen, end)
         first = first_needed_block(group, seen)
@@ -139,7 +141,7 @@ class BlockTables:
         return [*[NULL_BLOCK] * nulls, *found, *[None] * (total - nulls - len(found))]
 
     def _states_table(self, found: Sequence[int], seen: int, end: int) -> list[int | None]:
-        """Return a recurrent group's first table: the state after `seen`, and the state that the first step writes."""
+        """Return a recurrent group's table at admission: the state after `seen`, and the state that the step writes."""
         read, written = seen // self._block_tokens - 1, (end - 1) // self._block_tokens
         table: list[int | None] = [NULL_BLOCK] * (written + 1)
         table[written] = None

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = _chosen(args.only)
     log = args.output.with_suffix(".log")
     with written(log):
-        pass  # this empties the log, and fails early if the folder is missing or not writable
+        pass  # empty the log, and fail early if the folder is missing or not writable
     about, found = _about(options), list[Line]()
     for line in (line for part in chosen for line in lines_of(part, options, log)):
         if not found and line.is_met is False:
@@ -138,7 +138,7 @@ def _chosen(names: Sequence[str] | None) -> list[Part]:
 
 
 def _about(options: Options) -> dict[str, object]:
-    """Return what the numbers depend on, apart from the GPU, which the first line names."""
+    """Return the facts that determine the numbers, except the GPU, which the first line names."""
     return {
         "kvoffload": kvoffload.__version__,
         "began": datetime.now(UTC).isoformat(timespec="seconds"),

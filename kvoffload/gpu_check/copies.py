@@ -25,7 +25,7 @@ from kvoffload.transfer.runs import CopyRuns
 _PIECES = (4096, 33_808)
 _SHORT = tuple(kib << 10 for kib in (4, 8, 16, 24, 32, 64))
 _LONG = (256 << 10, 1 << 20)
-# For each piece size: the share of a large copy's speed that copies in one direction should reach.
+# For each piece size, the goal for copies in one direction, as a share of a large copy's speed.
 _GOALS = {4 << 10: None, 64 << 10: 0.9, 1 << 20: 0.95}
 _BOTH_WAYS = 0.9
 _AS_FAST = 0.95
@@ -150,8 +150,8 @@ def _one_by_one(options: Options) -> Iterator[Line]:
 def profile(options: Options) -> Iterator[Line]:
     """Measure how best to use the page kernel on this card, and write the profile that engines read when they start.
 
-    Of the numbers of thread blocks that are nearly as fast as the fastest, the profile gets the smallest. This leaves
-    as much of the device as possible to the engine's own kernels.
+    The profile gets the smallest number of thread blocks that is nearly as fast as the fastest. This leaves as much of
+    the device as possible to the engine's own kernels.
     """
     rig = Rig(options)
     rig.with_profile(_UNKNOWN, *Direction)
@@ -167,7 +167,7 @@ def profile(options: Options) -> Iterator[Line]:
     yield _replaces("short copies from which on the kernel is used", fewest, _UNKNOWN.fewest)
     path = profile_path(rig.driver.name, rig.driver.version)
     path.parent.mkdir(parents=True, exist_ok=True)
-    stores = read_profile(rig.driver.name, rig.driver.version).stores  # keep what the operator chose
+    stores = read_profile(rig.driver.name, rig.driver.version).stores  # keep the operator's choice
     with written(path) as file:
         file.write(msgspec.json.encode(GpuProfile(programs, fewest, stores)).decode())
     yield Line("the profile that engines read at their start", words=str(path))

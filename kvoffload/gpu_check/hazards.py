@@ -31,7 +31,7 @@ from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 PTX = Path(__file__).with_name("pause.ptx")
 _GLOBAL = 0
 _UNHARMED = "0 0 0"
-# Worker threads may make these calls at any time, so a capture must not be harmed by them.
+# Worker threads may make these calls at any time, so the calls must not break a capture.
 _JUDGED = ("register", "query", "record", "wait", "copy", "batch")
 _TIMEOUT_S = 10.0
 _GATE_S = 0.4
@@ -79,7 +79,7 @@ def _captured(rig: Rig, call: Callable[[], object]) -> str:
     """
     library = rig.driver.library
     graph = ctypes.c_void_p()
-    found: list[object] = ["none"]  # the code stays "none" if the call hangs
+    found: list[object] = ["none"]  # if the call hangs, its code stays "none"
 
     def make_call() -> None:
         rig.driver.enter()

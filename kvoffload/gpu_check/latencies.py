@@ -17,7 +17,7 @@ _PINNED_MIB: tuple[int, ...] = (0, 16, 64, 256)
 _ARENA_MIB = 64  # the arena pins this much memory in one call while an engine serves
 _LONGEST_MS = 5.0
 _PAGE = 4096
-# The expected error codes. The driver refuses to register or to release the same memory a second time.
+# Expected error codes: the driver refuses to register or to release the same memory a second time.
 _CODES = "0 712 712 0 713"
 
 

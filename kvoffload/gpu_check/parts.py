@@ -139,7 +139,7 @@ def in_words(what: str, words: str, wanted: str) -> Line:
 
 
 def ratios(mine: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Divide each sample in `mine` by the sample at the same index in `others`, and return the ratios."""
+    """Return the ratio of each sample in `mine` to the sample at the same index in `others`."""
     return [one / other for one, other in zip(mine, others, strict=True)]
 
 
@@ -148,7 +148,7 @@ class NotHere(KVOffloadError):
 
 
 def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iterator[Line]:
-    """Yield the answers to a question. If `answers` raises an exception, the last line reports it.
+    """Yield the lines of `answers`. If `answers` raises an exception, the last line reports the exception.
 
     An unexpected exception's traceback goes to standard error, which a part's process writes to the log.
 

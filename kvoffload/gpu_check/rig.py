@@ -52,7 +52,7 @@ class Rig:
         self.settle(self.stream)  # other streams may use the memory only after its allocation has run
 
     def with_profile(self, profile: GpuProfile, *ways: Direction) -> CudaCopier:
-        """Replace the copier by one that uses the page kernel for all copies in these directions.
+        """Replace the copier by a copier that uses the page kernel for all copies in the directions `ways`.
 
         Raises:
             NotHere: the kernel is not available.

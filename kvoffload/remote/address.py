@@ -29,7 +29,7 @@ class MooncakeAddress:
 
     @property
     def caution(self) -> str:
-        """A warning for the operator about Mooncake's lack of protection."""
+        """Return a warning for the operator that Mooncake does not protect values."""
         return (
             f"Mooncake has no authentication and no encryption: anyone who reaches {self} can read and write all KV in it, and "
             "each store node and each engine listens for transfers on all addresses of its machine"
@@ -53,7 +53,7 @@ class BucketAddress:
 
     @property
     def caution(self) -> str:
-        """A warning for the operator if connections may be unencrypted; otherwise ""."""
+        """Return a warning for the operator if connections may be unencrypted; otherwise ""."""
         is_allowed = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
         is_plain = any(os.environ.get(name, "").lower().startswith("http://") for name in _ENDPOINTS)
         if not is_allowed and not is_plain:
@@ -122,7 +122,7 @@ def _wrong() -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class RemotePlace:
-    """What determines the place of an engine's blocks in a remote tier.
+    """Determines where an engine's blocks are in a remote tier.
 
     Args:
         address: the remote tier's address.

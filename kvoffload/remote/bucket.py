@@ -54,7 +54,7 @@ _LOGGED_CHARACTERS = 100
 _GAP_BYTES = 2**20  # values with a larger gap between them are read by separate requests
 _STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
 _REASON = re.compile(r"kind: (\w+)[^{]*source: reqwest|InvalidCertificate\(\s*(\w+)|\"(dns error)\"")
-# Errors of the request itself, so that the same read would fail again. After 408 or 429, it might succeed.
+# Status codes after which the same read would fail again. After 408 and 429, it might succeed.
 _OF_THE_OBJECT = re.compile(r"4(?!08|29)")
 _FAULTS = {"401": RemoteFault.DENIED, "403": RemoteFault.DENIED, "507": RemoteFault.FULL}
 _INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
@@ -111,12 +111,12 @@ class BucketStore:
         self._bad_name = InvalidPathError
         self._address = address
         self._timeout_s = timeout_s
-        self._listing_s = timeout_s / 2  # after this time, a listing reads no more indexes
+        self._listing_s = timeout_s / 2  # seconds after which a listing reads no further indexes
         self.refusals = Refusals()
         self._lock = threading.Lock()
         self._catalogues: dict[Shard, Catalogue] = {}
         limit = timedelta(seconds=timeout_s)
-        # The client ignores this environment variable if it gets options, so it must get the value as an option.
+        # If the client gets options, it ignores AWS_ALLOW_HTTP, so pass the variable's value as an option.
         allows_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
         with self._translated():
             self._bucket = S3Store(
@@ -358,12 +358,12 @@ def _reason(error: Exception) -> str:
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> memoryview:
-    """Return these bytes joined by numpy, which releases the GIL while it copies. `bytes.join` holds the GIL."""
+    """Join the parts by numpy, which releases the GIL while it copies. `bytes.join` holds the GIL."""
     return np.concatenate([np.frombuffer(part, np.uint8) for part in parts]).data
 
 
 def _at_once(reads: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run these reads at the same time, and return their results in order."""
+    """Run the reads at the same time, and return their results in the order of the reads."""
 
     async def gather() -> list[T]:
         return await asyncio.gather(*reads)

@@ -124,7 +124,7 @@ class LocalMooncake:
             raise
 
     def start_master(self) -> None:
-        """Start a master, which knows no values yet. The earlier master must have ended."""
+        """Start a master, whose list of values is empty. An earlier master must have ended."""
         ports = "--rpc_port", self.port, "--metrics_port", free_port()
         hosts = "--rpc_address", "127.0.0.1", "--metrics_host", "127.0.0.1"
         listens = partial(_listens, self.port)
@@ -203,7 +203,7 @@ def _listens(port: int) -> bool:
 
 
 def _program(name: str, package: str) -> str:
-    """Return a program's path. It is looked for in this interpreter's folder first."""
+    """Return a program's path, searching this interpreter's folder first."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if (found := shutil.which(name, path=folders)) is None:
         raise RemoteError(f"the program {name} is not installed; pip install '{package}'")

@@ -171,7 +171,7 @@ class MooncakeStore:
 
 
 def _start(timeout_s: float) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a child process, and return the process and the socket by which it gets calls.
+    """Start a child process. Return the process and the control socket, which sends calls to the child.
 
     Ctrl-C in a terminal does not signal the child.
     """
@@ -216,7 +216,7 @@ def _received(connection: socket.socket, until: float) -> bytes:
 
 
 def own_address(address: MooncakeAddress, timeout_s: float) -> str:
-    """Return the IP address of this machine from which it reaches the master.
+    """Return the IP address from which this machine connects to the master.
 
     Raises:
         RemoteError: no master answers.

@@ -3,9 +3,9 @@
     <folder of the shard>/<window>/<moment>-<random>-<bytes of the index>
     | index: count, then key, offset and length of each value; XXH3 | values ... |
 
-Window and moment together are the writer's time in milliseconds, as twelve hexadecimal digits that count down, so
-that a bucket lists the newest pack first. A window lasts 17.5 minutes, and the names of all its packs begin alike. A
-listing skips windows without packs, so times in which no engine wrote cost no requests.
+`window` and `moment` together are the writer's time in milliseconds. They are twelve hexadecimal digits that count
+down, so that a bucket lists the newest pack first. A window lasts 17.5 minutes. A listing skips windows without packs,
+so times in which no engine wrote cost no requests.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def places_in(pack: str, index: bytes | memoryview, size: int) -> dict[BlockKey,
 
 
 class Catalogue:
-    """Knows where one shard's values are, in the packs that were listed so far.
+    """Maps the keys of one shard to the places of their values, for all packs listed so far.
 
     A look lists the newest page. A walk then lists one older page after another, until it reaches packs that an
     earlier walk has listed. The first walk continues to the end of the listing. Every later walk continues to packs
@@ -152,22 +152,22 @@ class Catalogue:
         self.looking = threading.Lock()
         self.looked_at = float("-inf")
         self.walked_to: str | None = None
-        self._newest = ""  # the newest pack when packs were last listed
-        self._walk_ends = self._floor = f"{folder}~"  # this text sorts after every pack's name
+        self._newest = ""  # the newest pack in the last listing
+        self._walk_ends = self._floor = f"{folder}~"  # sorts after every pack's name
         self._next_ends = ""
 
     def is_new(self, pack: str) -> bool:
         """Return whether a listed pack's index must be read.
 
-        This is so if the pack is not in the catalogue and is newer than all packs that were dropped.
+        A pack that is in the catalogue, or is as old as a dropped pack, is not read again.
         """
         return pack not in self.packs and pack < self._floor
 
     def newest_listed(self, newest: str, listed_to: str | None, now_ms: int) -> None:
         """Record that the newest page was listed.
 
-        A new walk begins after this page, unless a walk is under way and the page reaches the first pack of the last
-        look.
+        A new walk begins after this page. But if a walk is under way, and the page reaches the newest pack of the last
+        look, that walk continues.
 
         Args:
             newest: the first pack of the page.

@@ -29,11 +29,11 @@ class Refusals:
 
     def __init__(self) -> None:
         self.fault = RemoteFault.OTHER
-        """What kind of problem the last refusal had."""
+        """The kind of the last refusal."""
         self._logged: str | None = None
 
     def note(self, reason: str | None, fault: RemoteFault = RemoteFault.OTHER) -> None:
-        """Record the result of a put. `reason` says why values were refused; it is None if all were accepted."""
+        """Record a put. `reason` says why the remote tier refused values; None if it accepted all of them."""
         self.fault = self.fault if reason is None else fault
         if reason is not None and reason != self._logged:
             log.warning(
@@ -79,7 +79,7 @@ class RemoteStore(Protocol):
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
         """Read each value into the buffer at the same position, which must have the value's size.
 
-        For each value, return the number of bytes that arrived, `MISSING` or `FAILED`.
+        For each value, return the number of bytes that were read, or `MISSING`, or `FAILED`.
         """
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:

@@ -51,7 +51,7 @@ class Shard:
 
     @property
     def part(self) -> str:
-        """The rank and the number of ranks, in the form that names contain."""
+        """Return the rank and the number of ranks as text, for use in names."""
         return f"{self.rank}of{self.ranks}"
 
     def name(self, key: BlockKey) -> str:
@@ -127,7 +127,8 @@ def seal(value: memoryview, name: str, layout: bytes, key: TierKey | None = None
 def is_whole(value: memoryview, arrived: int, name: str, layout: bytes, key: TierKey | None = None) -> bool:
     """Return whether a value is complete and correct.
 
-    All its bytes must have arrived (`arrived` is their number) and match the trailer, the name and the layout.
+    `arrived` is the number of bytes that were read. All bytes must have arrived, and match the trailer, the name and
+    the layout.
     """
     size = len(value) - TRAILER_BYTES
     return arrived == len(value) and hmac.compare_digest(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _LINE = 64
 CHUNK_BYTES = 64 * 2**20
-"""Pinning a chunk takes about 6 ms, during which the driver may block other calls.
+"""The usual size of a chunk. Pinning it takes about 6 ms, during which the driver may block other calls.
 
 Pinning is short compared with a step, but long compared with a driver call.
 """
@@ -85,7 +85,7 @@ class Arena:
         self.ready_slots = 0
         self._closed = False
         self._lock = threading.Lock()
-        self._holders = 1  # counts the arena itself until it is closed
+        self._holders = 1  # the number of open `held` contexts, plus one until `close`
 
     @property
     def is_growing(self) -> bool:
@@ -93,7 +93,7 @@ class Arena:
         return self.ready_slots < self.slots and self.refusal is None and not self._closed
 
     async def prepare_for(self, seconds: float) -> None:
-        """Prepare slots; start no chunk after `seconds`.
+        """Prepare slots, but start no further chunk after `seconds`.
 
         If memory cannot be pinned now, stop, so that `prepare` can retry.
         """
@@ -206,7 +206,7 @@ class Arena:
             raise
         except HostMemoryError as error:
             self.refusal = str(error)
-            # This is an error if no slot is ready, because then nothing is offloaded.
+            # Without any ready slot nothing is offloaded, so the log entry is an error.
             say = log.warning if self.ready_slots else log.error
             say(
                 "host_memory_refused",

@@ -24,9 +24,9 @@ A call that hangs occupies its thread until it returns. A policy decides whether
     ErrorRow  opening ─worked─▶ closed ─8 errors in a row─▶ failed until restart
                  └─failed─▶ failed until restart       while a call hangs, no other call starts
 
-Only a probe opens the resource, so reconnecting is tried as rarely as calling a failing remote tier.
+Only a probe opens the resource, so attempts to reconnect are as rare as calls to a failing remote tier.
 
-Which thread writes what:
+The threads write these attributes:
 
 * The owner's thread appends to the queues and updates the policy. It sets `is_stuck` and the error of a call whose
   token it has taken. It calls every `ended`, and never waits.
@@ -167,10 +167,10 @@ class Policy(Protocol):
     log: BoundLogger
 
     def worked(self, call: Call) -> None:
-        """Process a call that was made and succeeded."""
+        """Update the policy after a call that succeeded."""
 
     def failed(self, call: Call, now: float) -> None:
-        """Process a call that was made and failed or hangs."""
+        """Update the policy after a call that failed or hangs."""
 
     def takes_probe(self, now: float) -> bool:
         """Return whether a probe is due; if so, the caller must make it."""
@@ -358,7 +358,7 @@ class BlockingCalls(Generic[ResourceT]):
             self._disconnect()
 
     def _use(self, call: Call, result: object, error: str | None) -> None:
-        """Run `use` and end the call. This thread has the call's token."""
+        """Run `use` and end the call. The calling thread must hold the call's token."""
         try:
             call.result = result if call.use is None or error is not None else call.use(result)
         except Exception as raised:
@@ -369,7 +369,7 @@ class BlockingCalls(Generic[ResourceT]):
 
     def _connected(self, call: Call) -> ResourceT:
         """Return the resource, which a probe opens first if necessary."""
-        # Check this after the call has become active, because `close` and `_disconnect` look for active calls.
+        # Check this after the call was added to `_active`, where `close` and `_disconnect` look for running calls.
         if self._is_closed:
             raise CallEnded("the connection was closed")
         resource = self.resource

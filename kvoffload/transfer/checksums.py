@@ -2,14 +2,15 @@
 
 A load's slots are compared after the copy, not before, so that a byte that changes before or during the copy is
 detected, and the hook can start a load without waiting for the comparison. When a corrupt block is found, its bytes are
-already on the device. This does no harm: the load has not been reported, its device blocks are still leased, and any
-failed copy leaves undefined bytes.
+already on the device. This does no harm: the load has not been reported, its device blocks are still leased, and a load
+that fails may leave any bytes in them.
 
-Not detected: bytes that were already wrong when the store ended, and bytes that change on the way to the device.
+The checksums do not detect bytes that were already wrong when the store ended, or bytes that change on the way to the
+device.
 
-Reading must not make the engine's thread wait. A slot has one page for each region, and most pages are small. The hash
-library keeps the GIL for pieces of up to 64 KiB; such a piece takes microseconds if it is in a cache, but longer if it
-is not. So:
+Reading slots must not make the engine's thread wait for the GIL. A slot has one page for each region, and most pages
+are small. The hash library keeps the GIL for pieces of up to 64 KiB; hashing such a piece takes microseconds if it is
+in a cache, but longer otherwise. So slots are read in one of three ways:
 
     whole slots, long pages     hashed in place; the library releases the GIL
     whole slots, small pages    gathered by the host copier's function, which releases the GIL, and hashed in the cache
@@ -58,15 +59,15 @@ at once."""
 
 
 _LONG = 2**16  # size in bytes; for longer pieces the hash library releases the GIL
-# Bytes gathered together: enough for one call to copy many pages, and few enough to fit in a core's cache.
+# Size in bytes of the buffer for gathered pages: large enough for many pages, small enough for a core's cache.
 _SCRATCH = 2**20
 _LINE = 64
-_STRETCH = 4096  # in bytes; memory is seldom lost or overwritten in smaller units
+_STRETCH = 4096  # in bytes; memory is seldom overwritten or lost in smaller pieces
 _LINES = 4096  # lines gathered in one call, which takes about 100 us; numpy may keep the GIL during the call
 
 
 class CheckedTicket:
-    """One batch that ends when its copies have ended and its slots have been read for the checksums.
+    """A batch's ticket; the batch ends only after its host slots have been read for the checksums.
 
     Args:
         copies: the copier's ticket.
@@ -105,7 +106,7 @@ class CheckedTicket:
 
 
 class Checksums:
-    """The checksums of one rank's slots. The only writer of these checksums.
+    """Computes, keeps and compares the checksums of one rank's host slots.
 
     A slot's checksum is written before its store or fetch is reported and read only later, so two threads never access
     it at once.
@@ -113,7 +114,7 @@ class Checksums:
     Args:
         reader: reads slots.
         slots: number of slots in the arena.
-        executor: `start` reads slots on its threads.
+        executor: its threads read the slots for `start`.
     """
 
     def __init__(self, reader: SlotReader, slots: int, executor: Executor) -> None:
@@ -166,7 +167,7 @@ def _digest(pieces: Iterable[memoryview]) -> int:
 
 
 def whole_slots(arena: Arena) -> SlotReader:
-    """Return a reader of every byte of a slot. Which reader is used depends on the size of the pages."""
+    """Return a reader of all bytes of a slot, chosen by the size of the pages."""
     is_long = arena.layout.slot_bytes > _LONG * len(arena.layout.regions)
     return slots_in_place(arena) if is_long else GatheredSlots(arena)
 
@@ -177,14 +178,14 @@ def slots_in_place(arena: Arena) -> SlotReader:
 
 
 class _Scratch(threading.local):
-    """One buffer per thread. Touching new memory for each call would take as long as filling the memory."""
+    """Keeps a buffer for each thread, because touching new memory takes as long as filling the memory."""
 
     def __init__(self, size: int) -> None:
         self.memory = np.empty(size, np.uint8)
 
 
 class GatheredSlots:
-    """Copies whole slots into a buffer, several at a time, and returns them from there."""
+    """Reads whole slots by gathering their pages in a buffer, several slots at a time."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

@@ -61,7 +61,7 @@ THREADS = 6
 SYNC_PERIOD_S = 1.0
 _KEEPS_LOCK = 2**16
 _SHORT = 2**17
-"""Size in bytes. For pieces of up to this size, getting the GIL back takes longer than the hash.
+"""Size in bytes. For pieces of up to this size, getting the GIL back takes longer than hashing.
 
 The hash library releases the GIL for pieces above `_KEEPS_LOCK`.
 """
@@ -399,7 +399,7 @@ def _checksum(pieces: Pieces, size: int) -> int:
 
 
 def _without_padding(pieces: Pieces, size: int) -> Iterator[memoryview]:
-    """Yield the first `size` bytes of a slot's pieces."""
+    """Yield a slot's pieces, cut off after `size` bytes in total."""
     for piece in pieces:
         yield piece[:size]
         size -= min(len(piece), size)

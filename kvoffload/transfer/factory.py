@@ -23,12 +23,13 @@ def make_copier(
 ) -> Copier:
     """Return the copier for the layout's device. Call it on the engine's thread, after the KV cache was allocated.
 
-    On CUDA this measures which copies a kernel should make. Call it before the engine warms up, captures graphs and
-    serves requests, because the measurement and that work would disturb each other.
+    On a CUDA device, this function measures which copies the page kernel should make. Call it before the engine warms
+    up, captures graphs and serves requests, because such work would distort the measurement, and the measurement would
+    slow the work.
 
     Args:
         layout: the layout of the tensors to copy.
-        executor: its threads do the copies if the device is the CPU.
+        executor: its threads make the copies if the device is the CPU.
         clock: measures copies if the device is the CPU.
         batch_copies: the setting `batch_copies`.
 

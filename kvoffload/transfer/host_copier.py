@@ -57,7 +57,7 @@ PIECE_BYTES = 4 * 2**20
 With pieces twice as large, a load is 4 % faster on an idle copier, and 5 % slower behind stores.
 """
 
-_LOAD_THREADS = 2  # threads that copy one batch of loads; a single thread copies stores
+_LOAD_THREADS = 2  # the number of threads that copy one batch of loads; a single thread copies stores
 
 Copy = Callable[[CopyRuns], None]
 
@@ -187,7 +187,7 @@ class HostCopier:
                 self._copy(Direction.STORE, piece)
         finally:
             self._storing.release()
-        # The caller checks again, because a thread that found the lock taken has left its store to this thread.
+        # While this thread held the lock, another thread may have skipped a queued store, so the caller checks again.
         return True
 
     def _copy(self, direction: Direction, piece: _Piece) -> None:
@@ -213,7 +213,7 @@ class HostCopier:
         piece.ticket.pieces = len(parts)
         queue.extendleft(reversed(parts[1:]))
         if queue is self._loads:
-            with suppress(RuntimeError):  # The executor was shut down, so this thread copies everything.
+            with suppress(RuntimeError):  # After a shutdown, the calling thread copies all pieces.
                 for _ in range(min(len(parts), _LOAD_THREADS) - 1):
                     self._executor.submit(self._serve)
         return parts[0]
@@ -304,8 +304,8 @@ def copy_by_index(runs: CopyRuns, rest: Copy) -> None:
 def _vector_copy(*, far_is_target: bool) -> Copy | None:
     """Return the kernel's scattered copy within one process, or None if the system refuses it.
 
-    The kernel looks up the far side page by page. The arena should be the far side, because it has huge pages if the
-    system supports them, and an engine's tensors mostly have none. One call moves at most 2 GiB.
+    The kernel looks up the far (remote) side's memory page by page. So the arena should be the far side, because it has
+    huge pages if the system supports them, and an engine's tensors mostly have none. One call moves at most 2 GiB.
     """
     try:
         library = ctypes.CDLL(None, use_errno=True)

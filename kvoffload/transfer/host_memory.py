@@ -34,8 +34,9 @@ log = get_logger("transfer")
 _KEPT: list[object] = []  # memory that a device may still access, so it must not be released
 _RESERVE = 256 * 2**20
 """Bytes left free while an arena grows: several chunks, because several ranks may check at the same time."""
-_AMPLE = 3  # README advises this many times the device's KV cache
-# Up to this many times the device's KV cache, "lazy" had more hits than "eager" (tests/bench/README.md).
+_AMPLE = 3  # the host memory that README.md advises, as a multiple of the device's KV cache
+# With host memory of up to this multiple of the device's KV cache, "lazy" had more hits than "eager"
+# (tests/bench/README.md).
 _SMALL = 1.6
 _NO_LIMIT = 2**60  # cgroup version 1 reports "no limit" as a number above this, version 2 as "max"
 
@@ -276,10 +277,7 @@ class MemoryLimit:
 
 
 def exceeded(needed: int, limits: Iterable[MemoryLimit]) -> MemoryLimit | None:
-    """Return the tightest limit that `needed` bytes exceed, or None if they fit within all limits.
-
-    The engine's start and the doctor use this function.
-    """
+    """Return the tightest limit that `needed` bytes exceed, or None if they fit within all limits."""
     above = [limit for limit in limits if limit.left < needed]
     return min(above, key=lambda limit: limit.left, default=None)
 
@@ -315,7 +313,7 @@ def advise_host_bytes(
     if limit is None:
         return ADVICE
     local_ranks = local_ranks or ranks
-    most = limit.left * 9 // 10 // local_ranks * ranks  # a tenth stays free, as the doctor's check asks
+    most = limit.left * 9 // 10 // local_ranks * ranks  # the doctor's check requires that a tenth stays free
     left = f"{limit.place} has {size_text(limit.left)} left for {local_ranks} rank{'s' * (local_ranks > 1)}"
     if device_bytes is None:
         return f"{left}; {ADVICE}, at most {size_text(most)}"

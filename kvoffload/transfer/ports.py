@@ -39,7 +39,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """The machine's clocks, and the sleep of coroutines, unless a test passes its own.
+    """The machine's clocks, and the sleep of coroutines. Tests pass their own.
 
     Args:
         monotonic: returns seconds, for time limits and durations.

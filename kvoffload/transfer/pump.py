@@ -9,17 +9,17 @@ waits for them and cutting them into batches takes time.
                       submit_stores ─ fence ─▶ store queue                    ├─ reap ─▶ ledger ─▶ take_report
     coroutine         store queue ─ within the byte budget ─────▶ store lane ─┘
 
-* The ledger contains each job from acceptance to its report, a lane each submitted batch. Every job ends, whatever the
-  copier raises. The last section of this file follows one job; the sections before it decide what each thread does.
+* The ledger contains each job from acceptance to its report. A lane contains each submitted batch of one direction.
+  Every job ends, whatever the copier raises.
 * `_admission` is held while jobs are submitted, and once by `drain`, which ends submission.
 * `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook takes this lock only if
   it is free; otherwise the coroutine is already handling ended batches. The coroutine waits for it, because the hook
   holds it only for a few queries.
 * The bytes of stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`). A batch
-  has at most half of the limit, so that the copier has another batch to run until the end of the first is noticed. If
-  loads and stores share a resource, a load waits for at most the limit's number of bytes.
+  has at most half of the limit. So when the first of two batches ends, the copier runs the second until the pump
+  notices that end. If loads and stores share a resource, a load waits for at most the limit's number of bytes.
 * When nothing is pending, the coroutine sleeps until a job arrives; a job that arrives while it is awake makes no
-  system call. While copies are pending, the coroutine polls each lane. The pauses double as long as nothing ends. The
+  system call. While copies are pending, the coroutine polls each lane. The pauses double while no batch ends. The
   coroutine makes no pause while a large batch is being started in slices.
 * If checksums are kept, a batch's ticket makes an executor's threads read the host slots after the copies have ended.
   Copying and reading together may take `timeout_s`. Timeouts, the drain and the handling of a dead coroutine count a
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 _CLOSING = "the pump is closing"
-_FIRST_PAUSE_S = 0.0002  # shorter than the time in which a few blocks are copied
+_FIRST_PAUSE_S = 0.0002  # copying a few blocks takes longer
 LONGEST_PAUSE_S = 0.005
 """Python's thread switch interval. Polling more often gains nothing while the engine's thread computes."""
 
@@ -96,7 +96,7 @@ class Wakeup:
         self._is_set = False
 
     async def wait(self) -> None:
-        """Return once the flag is raised."""
+        """Wait until the flag is raised."""
         self._loop = asyncio.get_running_loop()
         sleeper = asyncio.Event()
         self._sleeper = sleeper
@@ -243,9 +243,9 @@ class TransferPump:
         )
 
     def coroutine_lost(self, reason: str) -> None:
-        """Continue without `run`, because its loop or thread has ended.
+        """Continue without the transfer coroutine, because its event loop or thread has ended.
 
-        Stores that were not started fail; `poll` still notices when started ones end.
+        Stores that were not started fail. `poll` handles the end of stores that were started.
         """
         if self._gone is None:
             log.error("transfer_coroutine_lost", rank=self._rank, reason=reason)
@@ -315,7 +315,7 @@ class TransferPump:
                 await self._wakeup.wait()
             elif self._copier.slices == slices:
                 await self._clock.sleep(self._pause_s)
-            else:  # slices were enqueued, and there may be room for more
+            else:  # slices were enqueued, and the streams may have room for more
                 await anyio.lowlevel.checkpoint()
 
     def _turn(self) -> bool:
@@ -323,8 +323,8 @@ class TransferPump:
         with self._reaping:
             progress = self._reap()
             progress |= self._start_stores()
-            # Read this under the lock. Otherwise, if the hook ended the last batch in between, the coroutine would
-            # sleep while stores are queued.
+            # Look for pending batches under the lock. Otherwise the hook might end the last batch first, and the
+            # coroutine would sleep while stores are queued.
             is_pending = any(self._lanes)
         self._pause_s = _FIRST_PAUSE_S if progress else min(2 * self._pause_s, LONGEST_PAUSE_S)
         return is_pending
@@ -371,7 +371,7 @@ class TransferPump:
     def _reap(self) -> bool:
         """Handle the batches that have ended; return whether there were any."""
         now = self._clock.monotonic()
-        # Read this before reaping, because loads that end now ran at the same time as the stores.
+        # Look for loads before reaping, because loads that end now ran at the same time as the stores.
         is_load_pending = bool(self._loads)
         ended = [*self._loads.reap(now)]
         for batch in self._stores.reap(now):

@@ -52,7 +52,7 @@ def remote_calls(
     timeout_s: float,
     **who: object,
 ) -> BlockingCalls[RemoteStore]:
-    """Return the calls that one side, the scheduler's or a worker's, makes to a remote tier.
+    """Return an object through which the scheduler's side or a worker calls a remote tier.
 
     Args:
         connect: opens the connection; may raise, and may block for a while.

@@ -41,11 +41,11 @@ class TierReport(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Some blocks of a job, copied by one call, and the result.
+    """Those blocks of a job that one call copies, and the call's results.
 
     Args:
         job: the job.
-        positions: positions of these blocks in the job, in the order in which they are copied.
+        positions: positions of the part's blocks in the job, in the order of the copies.
         whole: positions that were copied successfully.
         corrupt: positions whose bytes differ from the stored ones.
         under_call: positions whose slots a hanging call may still change: a file slot in a spill, a host slot in a
@@ -66,8 +66,8 @@ class Part:
 def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> None:
     """Record and log a part's host slots whose bytes have changed. Call this after the bytes were copied.
 
-    A slot that is intact now was also intact during the copy, unless the slot was reused in between, which `Call.check`
-    detects.
+    A slot that is intact after the copy was also intact during the copy, unless the slot was reused in between, which
+    `Call.check` detects.
     """
     if checksums is None:
         return
@@ -80,7 +80,7 @@ def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> N
 
 
 class Mover(Protocol):
-    """Copies the parts of jobs. `positions_of` runs on the owner's thread; the other methods run within calls."""
+    """Copies the parts of jobs. `positions_of` runs on the owner's thread, the other methods on calls' threads."""
 
     def positions_of(self, job: AnyJob) -> list[Sequence[int]]:
         """Return the positions of the blocks in each part of a job."""
@@ -94,7 +94,7 @@ class Mover(Protocol):
     def fill(self, part: Part) -> Part:
         """Copy the correct blocks into their host slots.
 
-        The slots still belong to the job, because this thread has the call's token.
+        The slots still belong to the job, because the calling thread holds the call's token.
         """
 
 
@@ -130,7 +130,7 @@ class _OpenJob:
     def note(self, part: Part, call: Call) -> None:
         """Add an ended part.
 
-        The part's results count only if its call succeeded; otherwise a thread may still change the results.
+        The part's results count only if its call succeeded; a hanging call's thread may still change them.
         """
         self.open_parts -= 1
         if call.was_made:
@@ -176,7 +176,7 @@ class _OpenJob:
 
 
 class TierJobs:
-    """The jobs of one rank and one tier. Call all methods on the thread of the engine's hooks; none waits.
+    """The jobs of one rank and one tier. Call all methods on the thread of the engine's hooks; none of them blocks.
 
     Args:
         calls: makes the calls to the tier. `close` closes `calls`.
@@ -207,7 +207,7 @@ class TierJobs:
                 self.calls.submit(partial(copy, part), ended, use, is_write=is_put, job=job.id)
 
     def cancel(self, jobs: Collection[JobId]) -> None:
-        """Start no more reads for these fetches, because no request waits for them."""
+        """Start no further reads for these fetches. Call this when no request waits for them."""
         self.calls.cancel(jobs)
 
     def take(self) -> TierReport | None:

@@ -250,7 +250,7 @@ class CudaTicket:
         except BufferError:  # too many launches are in flight
             return False
         except Exception as error:
-            # If the launch ran in spite of the error, both copies write the same bytes.
+            # If the launch ran in spite of the error, the copy engine writes the same bytes again.
             self._copier.kernel_below = ENGINE_ONLY
             log.warning("page_kernel_off", direction=self._direction.value, reason=repr(error))
             return self._enqueue_one(may_wait=may_wait)
