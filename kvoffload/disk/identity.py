@@ -57,7 +57,7 @@ def with_key(identity: KVIdentity, key: TierKey | None) -> KVIdentity:
 
 
 def index_key(identity: KVIdentity, key: TierKey | None) -> TierKey | None:
-    """Return the key that authenticates this KV's index; None without a tier key."""
+    """Return the key that authenticates the index of the identity's KV; None without a tier key."""
     return None if key is None else key.of(identity.fingerprint)
 
 

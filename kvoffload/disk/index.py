@@ -148,7 +148,7 @@ def encode_header(header: IndexHeader) -> bytes:
 
 
 def encode_batch(header: IndexHeader, number: int, records: Iterable[DiskRecord]) -> bytes:
-    """Return a batch with these records. `number` is how many batches come before it in the index.
+    """Return a batch with `records`. `number` is the number of batches before this batch in the index.
 
     Raises:
         DiskError: a key is too long for the index.
@@ -370,7 +370,7 @@ def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> In
     try:
         size = os.fstat(descriptor).st_size
         header = read_header(_read_all(descriptor, min(size, _HEAD_BYTES)), slots, key)
-        # An index cannot have more records than this, because it is compacted before that (`is_mostly_garbage`).
+        # A longer index would have been compacted (`is_mostly_garbage`).
         most_records = 2 * header.slots + _LEAST_GARBAGE + _MOST_UNWRITTEN
         most = _HEAD_BYTES + most_records * (_BATCH.size + record_type(len(header.files)).itemsize)
         if size > most:

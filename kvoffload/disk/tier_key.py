@@ -47,7 +47,7 @@ class TierKey:
         """
         state = hmac.new(self._secret, len(context).to_bytes(8, "little") + context, "sha256")
         for piece in data:
-            state.update(piece)  # for pieces over 2 KiB, this releases the GIL
+            state.update(piece)  # releases the GIL for pieces over 2 KiB
         return state.digest()
 
     def sum(self, context: bytes, *data: bytes | memoryview) -> int:

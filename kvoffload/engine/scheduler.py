@@ -250,7 +250,7 @@ class Scheduler:
         return Chunk(request, device, end, new_blocks=((),) * request.groups)
 
     def _lookup(self, request: Request, device_tokens: int) -> int | None:
-        """Return the plugin's answer, cut to whole blocks that leave at least one token to compute."""
+        """Return the plugin's answer to `lookup`, cut to whole blocks that leave at least one token to compute."""
         answer = self._plugin.lookup(request, device_tokens)
         if answer is None:
             return None

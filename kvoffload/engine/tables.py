@@ -223,7 +223,7 @@ def _local_length(group: GroupFacts, find: FindBlock, blocks: int) -> int:
     while position > first_needed_block(group, start * group.block_tokens):
         position -= 1
         if find(position) is None:
-            start = position  # Every longer prefix needs this missing block.
+            start = position  # Every longer prefix needs the missing block.
     return start
 
 

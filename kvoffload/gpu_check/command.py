@@ -1,7 +1,7 @@
 """`kvoffload gpu-check`: checks copies between host and one NVIDIA GPU, and measures them.
 
 The command needs neither an engine nor torch. First it compares copied bytes, then it measures speeds, then it runs the
-checks that may hang or crash, and last the checks of installed engines. Each part runs in a process of its own. Only a
+checks that may hang or crash, and last the checks of installed engines. Each part runs in a separate process. Only a
 wrong byte ends the whole command. With the emulated driver all parts run, but times and speeds get no verdict.
 """
 

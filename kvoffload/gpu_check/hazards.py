@@ -1,4 +1,4 @@
-"""Checks that may hang or crash. Each of them runs in a process of its own."""
+"""Checks that may hang or crash. Each check runs in a separate process."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _PIECE_ACROSS = 24 << 20
 
 
 def captures(options: Options) -> Iterator[Line]:
-    """Check which driver calls another thread can make while this thread captures a graph in "global" mode.
+    """Check which driver calls another thread can make while the calling thread captures a graph in "global" mode.
 
-    Each call is made during a capture of its own.
+    Each driver call is made during a separate capture.
     """
     rig = Rig(replace(options, size=min(options.size, 16 << 20)))
     driver = rig.driver
@@ -75,7 +75,7 @@ def captures(options: Options) -> Iterator[Line]:
 def _captured(rig: Rig, call: Callable[[], object]) -> str:
     """Begin a capture, make `call` on another thread, and end the capture.
 
-    Return the error code of each of these steps.
+    Return the error code of each step.
     """
     library = rig.driver.library
     graph = ctypes.c_void_p()

@@ -14,7 +14,7 @@ from kvoffload.gpu_check.rig import Rig, code_of
 
 _SECONDS = 2.0
 _PINNED_MIB: tuple[int, ...] = (0, 16, 64, 256)
-_ARENA_MIB = 64  # the arena pins this much memory in one call while an engine serves
+_ARENA_MIB = 64  # MiB that the arena pins in one call while an engine serves requests
 _LONGEST_MS = 5.0
 _PAGE = 4096
 # Expected error codes: the driver refuses to register or to release the same memory a second time.

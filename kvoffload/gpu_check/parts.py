@@ -1,7 +1,6 @@
 """The parts of `gpu-check`, their options, and the lines that they yield.
 
-Each part runs in a process of its own, with a time limit. If a part hangs or crashes, only its remaining checks are
-lost.
+Each part runs in a separate process with a time limit. If a part hangs or crashes, only its remaining checks are lost.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the check. It runs in a process of its own.
+    """A part of the check, which runs in a separate process.
 
     Args:
         what: what the part checks. If the part fails, its line begins with this text.

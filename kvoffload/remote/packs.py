@@ -204,7 +204,7 @@ class Catalogue:
     def forget(self, pack: str) -> None:
         for key in self.packs.pop(pack, ()):
             place = self.places.get(key)
-            if place is not None and place.pack == pack:  # another pack may have the same key
+            if place is not None and place.pack == pack:  # another pack may also have the key's value
                 del self.places[key]
 
     def condemn(self, pack: str) -> None:

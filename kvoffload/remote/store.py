@@ -93,7 +93,7 @@ class RemoteStore(Protocol):
         """Return a small object; None if it does not exist."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a small object. The remote tier keeps it as long as it can.
+        """Write a small object. The remote tier avoids evicting the object.
 
         If an object of this name already exists, the remote tier may keep the existing object instead.
         """
@@ -102,7 +102,7 @@ class RemoteStore(Protocol):
         """Write a small object. It replaces any object of the same name."""
 
     def register(self, buffer: memoryview) -> None:
-        """Register a whole `SharedMemory`, so that later calls can use it. It must exist as long as the connection."""
+        """Register a whole `SharedMemory` for use by later calls. The memory must exist until `close`."""
 
     def close(self) -> None:
         """End the connection. Call this only while no other call is running."""

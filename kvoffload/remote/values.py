@@ -96,7 +96,7 @@ def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_re
 
 
 def read_generation(name: str, key: TierKey | None, data: bytes) -> Generation | None:
-    """Return the generation that these bytes describe; None if they have another form or are not authentic."""
+    """Return the generation that `data` describes; None if `data` has another form or is not authentic."""
     made_ms = b"0"
     if key is not None:
         dated, _, mac = data.rpartition(b" ")

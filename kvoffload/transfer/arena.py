@@ -223,7 +223,7 @@ class Arena:
         starts = [chunk.address + offset for offset in region_offsets(sizes, count)[:-1]]
         self.geometry = self.geometry.with_chunk(starts)
         self._pages.append(_pages_at(starts, sizes, count))
-        # Set the count last, because other threads read it and then use the addresses.
+        # Set `ready_slots` last, because other threads read it before they use the addresses.
         self.ready_slots += count
 
 

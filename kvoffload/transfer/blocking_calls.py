@@ -258,7 +258,7 @@ class BlockingCalls(Generic[ResourceT]):
             self._execute(self._run_next)
 
     def cancel(self, jobs: Collection[object]) -> None:
-        """Start no more reads for these jobs. Queued reads end, without being made, when their turn comes."""
+        """Start no further reads for `jobs`. Their queued reads end, without being made, when their turn comes."""
         for call in tuple(self._reads):
             call.is_cancelled |= call.job in jobs
 
@@ -369,7 +369,7 @@ class BlockingCalls(Generic[ResourceT]):
 
     def _connected(self, call: Call) -> ResourceT:
         """Return the resource, which a probe opens first if necessary."""
-        # Check this after the call was added to `_active`, where `close` and `_disconnect` look for running calls.
+        # Check `_is_closed` only once the call is in `_active`, where `close` and `_disconnect` look for running calls.
         if self._is_closed:
             raise CallEnded("the connection was closed")
         resource = self.resource
@@ -418,13 +418,13 @@ class Breaker:
     _MOST_FAILURES = 3  # the number of failures in a row that opens the breaker
     _FIRST_PAUSE_S = 1.0
     _LONGEST_PAUSE_S = 60.0
-    _PAUSE_PER_CALL = 4  # the pause is at least this many times as long as the failed call
+    _PAUSE_PER_CALL = 4  # the pause's minimum length, as a multiple of the failed call's time
 
     def __init__(self, log: BoundLogger) -> None:
         self.is_closed = False  # the first call must be a probe
         self.log = log
         self._was_logged: bool | None = None  # the value of `is_closed` that was logged last
-        # The number of failed reads since the last successful read, and the same for writes.
+        # Failed reads since the last successful read, and failed writes since the last successful write.
         self._failures = [0, 0]
         self._pause_s = self._FIRST_PAUSE_S
         self._probe_at = 0.0
@@ -492,7 +492,7 @@ class ErrorRow:
     is_file = True
     late = "disk_call_returned"
 
-    _MOST_ERRORS = 8  # after this many errors in a row, the disk is not used any more
+    _MOST_ERRORS = 8  # the number of errors in a row after which the disk is not used any more
 
     def __init__(self, log: BoundLogger) -> None:
         self.is_closed = False

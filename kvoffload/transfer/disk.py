@@ -109,7 +109,7 @@ class RankDisk(TierJobs):
         super().__init__(calls, mover, shape.slot_bytes, clock.monotonic)
         self._is_syncing = False
         self._synced_at = clock.monotonic()
-        calls.poll()  # This starts the probe that opens the file.
+        calls.poll()  # `poll` starts the probe that opens the file.
 
     def take(self) -> TierReport | None:
         """Report the jobs that ended since the last call. Return None until the file is open or cannot be opened."""

@@ -94,7 +94,7 @@ class HostTicket:
         if error is not None:
             self._error = error
         self._begun.append(begun)
-        self._ended.append(now)  # Append this entry last, because `query` counts the entries.
+        self._ended.append(now)  # Append to `_ended` last, because `query` counts its entries.
 
     def query(self) -> TicketState:
         """Return the batch's state.
@@ -194,7 +194,7 @@ class HostCopier:
         error, begun = None, self._clock.monotonic()
         try:
             self._copies[direction](piece.runs)
-        except Exception as raised:  # The ticket's `query` raises this error.
+        except Exception as raised:  # The ticket's `query` raises the error.
             error = raised
         piece.ticket.end(begun, self._clock.monotonic(), error)
 

@@ -124,8 +124,8 @@ class MmapAllocator:
             raise
 
     def _allocate(self, size: int) -> HostChunk:
-        # Ranks and engines that start together all count the same memory as free; without this check, the kernel could
-        # run out of memory and kill one of them.
+        # Ranks and engines that start together all count the same memory as free. Without a check before each chunk,
+        # the kernel could run out of memory and kill one of them.
         left = available_bytes(self.read)
         if left is not None and left < size + _RESERVE:
             raise HostMemoryError(

@@ -81,7 +81,7 @@ class Wakeup:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def set(self) -> None:
-        """Wake the coroutine, or keep it from going to sleep. Callable from any thread."""
+        """Raise the flag, and wake the coroutine if it sleeps. Callable from any thread."""
         if self._is_set:
             return
         self._is_set = True
@@ -223,7 +223,7 @@ class TransferPump:
             is_due: return a report even if nothing has changed, because the caller has something to add.
         """
         reports = self._ledger.take_reports()
-        # Read `is_growing` first. Once it is False, `ready_slots` is final.
+        # Read `is_growing` before `ready_slots`: once `is_growing` is False, `ready_slots` is final.
         is_growing = self._arena.is_growing
         ready_slots = max(self._arena.ready_slots, self._reported[0])
         lost = self._lost or self._loads.lost or self._stores.lost

@@ -122,7 +122,7 @@ def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks:
     """Return the copies between `slots[i]` and `blocks[i]` for every `i`; all slots and blocks must be in range."""
     slots, blocks = _sorted_by_block(slots, blocks)
     chunks = slots // geometry.chunk_slots
-    places = slots - chunks * geometry.chunk_slots  # `np.divmod` takes five times as long as these two lines.
+    places = slots - chunks * geometry.chunk_slots  # `np.divmod` takes five times as long.
     first = _run_starts(slots, blocks, chunks)
     lengths = np.diff(first, append=len(slots))
     touching = geometry.device_stride == geometry.page

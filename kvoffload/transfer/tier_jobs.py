@@ -207,7 +207,7 @@ class TierJobs:
                 self.calls.submit(partial(copy, part), ended, use, is_write=is_put, job=job.id)
 
     def cancel(self, jobs: Collection[JobId]) -> None:
-        """Start no further reads for these fetches. Call this when no request waits for them."""
+        """Start no further reads for the fetches `jobs`. Call this when no request waits for them."""
         self.calls.cancel(jobs)
 
     def take(self) -> TierReport | None:

@@ -154,7 +154,7 @@ class CudaTicket:
         self._driver = copier.driver
         self._direction = direction
         self._stream = copier.stream(direction)
-        # Get both events before enqueueing anything, so that no copy is running if this fails.
+        # Get both events before enqueueing anything, so that no copy is running if creating an event fails.
         self._events = self._driver.event(timed=True), self._driver.event(timed=True)
         self._left = left
         # Events recorded behind slices; these events show which slices the stream has finished.
@@ -189,7 +189,7 @@ class CudaTicket:
         except DeviceLost:
             raise
         except Exception as error:
-            if not self._was_refused:  # Log this only once per batch.
+            if not self._was_refused:  # Log one refusal per batch.
                 log.warning("copy_query_refused", reason=repr(error))
             self._was_refused = True
             return TicketState.PENDING
@@ -216,7 +216,7 @@ class CudaTicket:
 
     def _enqueue_one(self, *, may_wait: bool) -> bool:
         """Enqueue the first slice; return False if the slice has to wait."""
-        # The kernel is off if a launch has failed since this slice was cut.
+        # If a launch failed after this slice was cut, the copier no longer uses the kernel.
         if self._left[0].by_kernel and not self._copier.kernel_below[self._direction]:
             self._left.extendleft(reversed(self._copier.engine_slices(self._left.popleft().runs)))
         runs, by_kernel = self._left[0]

@@ -44,7 +44,7 @@ log = get_logger("transfer")
 SCRATCH_BYTES = 8 * 2**20
 _PIECES: tuple[int, ...] = tuple(2**power for power in range(11, 19))  # 2 KiB to 256 KiB
 _REPEATS = 5
-# The kernel is faster if it takes less than this share of the copy engine's time; smaller differences are noise.
+# The kernel counts as faster if its time is below this share of the copy engine's time; smaller gains are noise.
 _WINS = 0.95
 _LONGEST_S = 5.0  # time limit for all measurements, not counting the kernel's compilation
 _PATIENCE_S = 10.0  # time limit for one batch
@@ -62,7 +62,7 @@ def learn(copier: CudaCopier, device: str) -> None:
     """
     begun, driver = time.perf_counter(), copier.driver
     try:
-        # This stream is still idle, and loads will use the kernel prepared on it.
+        # The load stream is still idle, and loads will use the kernel prepared on it.
         stream = copier.stream(Direction.LOAD)
         driver.prepare_kernel(stream, copier.profile.programs)
         with driver.scratch(SCRATCH_BYTES, stream) as scratch:
@@ -130,7 +130,7 @@ class Trial:
             raise CopyError("the page kernel has moved wrong bytes")
 
     def limit(self, direction: Direction) -> int:
-        """Return the size of a run in bytes below which the kernel is faster in this direction; 0 if it never is."""
+        """Return the size of a run in bytes below which the kernel is faster in `direction`; 0 if it never is."""
         for number, piece in enumerate(_PIECES):
             runs = self._runs(direction, piece, self.scratch.host)
             times: dict[bool, list[float]] = {True: [], False: []}

@@ -51,11 +51,11 @@ KERNEL_COPIES = 8192
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-_BLACKWELL = 10  # batches of many copies have been reported to crash or hang on these devices
+_BLACKWELL = 10  # batches of many copies have been reported to crash or hang on devices of this major version
 # The maximum number of copies in one batch call; this many fit into `_ROOM`. A call with 51,828 copies was reported to
 # crash a driver.
 _SLICE = 512
-# The number of copies in a slice if each copy is enqueued by a separate call; these calls take about a millisecond.
+# The number of copies in a slice if each copy is enqueued by a separate call. A slice takes about a millisecond.
 _CALLS = 256
 # The maximum number of operations pending on a stream; about 1,000 launches are known to fit. A copy in a batch may
 # take as much room as a launch, so it counts as one operation, although 8,192 batched copies fitted on an H200.
@@ -140,7 +140,7 @@ class CudaScratch:
 
 
 class _Threads(threading.local):
-    """A per-thread variable for the library's results. The first use relaxes the thread's capture mode.
+    """Holds each thread's variable for the library's results. The first use relaxes the thread's capture mode.
 
     Only the engine's thread keeps its capture mode.
     """
@@ -300,7 +300,7 @@ class NvidiaDriver:
         Raises:
             Exception: the kernel is not available here.
         """
-        # Import it here, because triton may not be installed.
+        # Import `PageKernel` here, because triton may not be installed.
         from kvoffload.transfer.cuda.page_kernel import PageKernel
 
         self.enter()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 NOT_READY = 600
 UNSUPPORTED = 801
-BATCH_VERSION = 12080  # the interface of CUDA 12.8; newer drivers also provide it under this number
+BATCH_VERSION = 12080  # the interface of CUDA 12.8; newer drivers also provide this interface
 
 _QUICK: dict[str, tuple[Any, ...]] = {
     "cuCtxGetCurrent": (c_void_p,),
@@ -98,7 +98,7 @@ class CudaLibrary:
     def __init__(self) -> None:
         quick, long = ctypes.PyDLL("libcuda.so.1"), ctypes.CDLL("libcuda.so.1")
         self._error_name = long.cuGetErrorName
-        # Drivers before 12.0 do not have this function.
+        # Drivers before 12.0 do not have cuGetProcAddress_v2.
         self._get_address = getattr(long, "cuGetProcAddress_v2", None)
         for library, prototypes in ((quick, _QUICK), (long, _LONG | _ENQUEUE)):
             for name, types in prototypes.items():

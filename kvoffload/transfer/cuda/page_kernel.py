@@ -43,7 +43,7 @@ def _copy_runs(descriptors: tl.tensor, runs: tl.tensor, words: tl.constexpr) -> 
         size = tl.load(descriptors + 2 * runs + run)
         is_aligned = (target | source) % 16 == 0
         body = size // 16 * is_aligned * 2  # a number of eight-byte words, always even
-        # The alignment hints are only for these two pointers. The bytes copied below may be unaligned.
+        # Only the two word pointers get alignment hints, because `byte_target` and `byte_source` may be unaligned.
         word_target = tl.multiple_of(target.to(tl.pointer_type(tl.int64)), 16)
         word_source = tl.multiple_of(source.to(tl.pointer_type(tl.int64)), 16)
         for turn in range(tl.cdiv(body, words)):
