@@ -279,7 +279,7 @@ def _difference(header: memoryview, shape: SlotShape, size: int) -> str:
 
 
 def go_direct(descriptor: int, buffer: memoryview) -> str | None:
-    """Switch a file to direct I/O, which bypasses the page cache. Return why this fails, or None if it works."""
+    """Switch a file to direct I/O, which bypasses the page cache. Return why direct I/O fails, or None if it works."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -139,7 +139,7 @@ class _Reader:
             place, mark = f"{before.st_dev}:{before.st_ino}", (before.st_size, before.st_ctime_ns)
             if (found := self.known.get(place)) is not None and found[:2] == mark:
                 return str(found[2])
-            # Read no more than the size found above, because a file that grows may never end.
+            # Read at most `before.st_size` bytes, because a file that grows may never end.
             state, left = xxh3_128(), before.st_size
             while chunk := file.read(min(_CHUNK, left)):
                 state.update(chunk)

@@ -63,7 +63,7 @@ class Transformer:
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [rows, vocab_size] in float32 from [rows, hidden_size]."""
+        """Return the logits of hidden states [rows, hidden_size] as [rows, vocab_size] in float32."""
         return linear(self._norm(hidden), self._head).float()
 
     def _project(self, layer: Layer, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -115,7 +115,7 @@ def exit_code(lines: Iterable[Line]) -> Exit:
 
 
 def _judged(line: Line, before: Sequence[Line]) -> Line:
-    """Return the line, but remove its verdict if it has a time or a speed of the emulated driver.
+    """Return `line`, without its verdict if the line has a time or a speed of the emulated driver.
 
     The first line in `before` names the driver.
     """

@@ -46,7 +46,7 @@ LOOK_PERIOD_S = 1.0
 """Seconds between two listings of new packs. A pack of another engine is found only after the next listing."""
 _PAGE = 1000  # the maximum number of names that S3 returns in one page of a listing
 _INDEXES_AT_ONCE = 128  # how many indexes are read at the same time; a page of 1,000 packs takes eight rounds
-# How many catalogues to keep: a reset changes the namespace, so it needs a second catalogue.
+# How many catalogues to keep. After a reset, the new namespace needs a second catalogue.
 _MOST_SHARDS = 2
 _SMALL_BYTES = 256  # how many bytes to read, at most, of an object that is not a pack
 # How much of an object's name to log, at most, because any writer may have chosen it.
@@ -299,7 +299,7 @@ class BucketStore:
         return read_to
 
     async def _read_index(self, catalogue: Catalogue, pack: str, size: int) -> str:
-        """Read a pack's index and add the pack to a catalogue. Return why its blocks cannot be used; "" if they can."""
+        """Add a pack to a catalogue after reading its index. Return why the blocks cannot be used; "" if they can."""
         places, fault = dict[BlockKey, Place](), ""
         try:
             index = await self._read_range(pack, 0, index_bytes(pack.removeprefix(catalogue.folder), size))

@@ -4,7 +4,7 @@ For each connection, Mooncake's client runs in a child process (`mooncake_child.
 affected if the client hangs, crashes or aborts. Each call has a time limit. If a call reaches the limit, the child is
 killed, which ends the connection. Values are in memory that both processes map.
 
-This file relies on, or works around, what the client does (observed with version 0.3.13):
+This file relies on, or works around, this behaviour of the client (observed with version 0.3.13):
 * Connecting holds the GIL: for 2 s if a proxy closes each connection, 90 s without a master, 600 s if the master is
   suspended. So the engine's process first checks that a master answers, and otherwise starts no child.
 * A call on an open connection takes 4.3 s without a master, 30 s if the master is suspended, and 60 s if a node is

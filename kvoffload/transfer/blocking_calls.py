@@ -38,9 +38,9 @@ The threads write these attributes:
 Containers are accessed only by single operations, which are atomic in Python.
 
 If a thread returns from a compiled client while the interpreter is shutting down, the process aborts. So the exit of
-the process waits briefly until no thread is in a call, except for calls known to hang. It also waits until the client's
-own threads have left the interpreter: the S3 client's threads wake our event loop, and our thread may finish before
-these threads return.
+the process waits briefly until no thread is in a call, except for calls known to hang. The exit also waits until the
+client's own threads have left the interpreter: the S3 client's threads wake our event loop, and our thread may finish
+before these threads return.
 """
 
 from __future__ import annotations
@@ -400,7 +400,7 @@ class BlockingCalls(Generic[ResourceT]):
 
 
 class Breaker:
-    """Stops calling a remote tier that fails, and tries it again with single calls.
+    """Stops calls to a remote tier that fails, and probes the tier after a pause.
 
     A lost connection counts as a hang. The pause doubles each time until a read other than a probe succeeds, and is at
     least four times as long as the failed call took: requests wait for such calls, so a failing tier takes at most a

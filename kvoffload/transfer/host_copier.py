@@ -277,7 +277,7 @@ class WatchfulCopy:
 
 
 def copy_by_memmove(runs: CopyRuns) -> None:
-    """Copy piece by piece; works everywhere."""
+    """Copy each run by a call of `memmove`, which works on every system."""
     moves = map(ctypes.memmove, runs.target.tolist(), runs.source.tolist(), runs.size.tolist())
     deque(moves, 0)  # `deque` makes the calls without keeping their results.
 

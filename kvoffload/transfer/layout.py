@@ -116,7 +116,7 @@ class DeviceLayout:
 
 
 def check_pieces(wanted: str, layout: DeviceLayout) -> None:
-    """Check that the engine's layout meets the operator's setting.
+    """Check that the engine's layout satisfies the setting `layout`.
 
     Args:
         wanted: the setting `layout`.

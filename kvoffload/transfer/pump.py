@@ -13,8 +13,8 @@ waits for them and cutting them into batches takes time.
   Every job ends, whatever the copier raises.
 * `_admission` is held while jobs are submitted, and once by `drain`, which ends submission.
 * `_reaping` guards the heads of the lanes and the number of open parts of each store. The hook takes this lock only if
-  it is free; otherwise the coroutine is already handling ended batches. The coroutine waits for it, because the hook
-  holds it only for a few queries.
+  it is free; otherwise the coroutine is already handling ended batches. The coroutine waits for the lock, because the
+  hook holds the lock only for a few queries.
 * The bytes of stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`). A batch
   has at most half of the limit. So when the first of two batches ends, the copier runs the second until the pump
   notices that end. If loads and stores share a resource, a load waits for at most the limit's number of bytes.
@@ -399,7 +399,7 @@ class TransferPump:
         self._fail([job for job in self._queue.take_all() if not job.failed], reason)
 
     def _resolve(self, job: OpenJob) -> bool:
-        """Return whether the job can be copied. If it cannot, fail it, without affecting other jobs."""
+        """Return whether the job can be copied. Otherwise fail this job only."""
         if job.started:
             return True
         try:

@@ -68,7 +68,7 @@ def learn(copier: CudaCopier, device: str) -> None:
         with driver.scratch(SCRATCH_BYTES, stream) as scratch:
             limits = Trial(driver, stream, scratch).limits(stores=copier.profile.stores)
         copier.use_kernel(limits)
-    except Exception as error:  # Without triton, memory or a mapping, the copy engine makes all copies.
+    except Exception as error:  # After an error, the copy engine makes all copies.
         log.info("page_kernel_unavailable", device=device, reason=repr(error))
         return
     log.info(

@@ -1,6 +1,6 @@
 """The operations on one CUDA device that the copier needs, through NVIDIA's driver library.
 
-torch only provides the handle of the engine's current stream. We use our own:
+torch only provides the handle of the engine's current stream. The driver uses its own:
 
 * streams, because torch's streams come from a pool of 32 that other code uses too, and have one priority;
 * events, because torch creates an event only when it is first recorded, and by then copies may be running;
