@@ -1,1 +1,1 @@
-"""Writes the dashboards and the runbook. Panels are described without Grafana's terms; one module renders them."""
+"""Writes the dashboards, the alerting rules and the runbook. Only the module `grafana` uses Grafana's terms."""

@@ -1,4 +1,4 @@
-"""Writes the dashboards and the runbook, or lists stale files: `python -m dashboards.generate [--check]`."""
+"""Writes all generated files, or lists the stale files: `python -m dashboards.generate [--check]`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dashboards.generate.files import FILES
 
 
 def main() -> int:
-    """Write the files that have changed. With `--check`, only list these files, and fail if there are any."""
+    """Write the stale files. With `--check`, list the stale files, and return 1 if there are any."""
     parser = argparse.ArgumentParser(description="write the dashboards and the runbook")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is stale")
     only_check = parser.parse_args().check

@@ -1,4 +1,4 @@
-"""The dashboards and their parts. The YAML files in this folder describe the panels, in the order on the screen."""
+"""The dashboards and their parts, read from the YAML files in this folder."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ The first value is ignored, so that lower numbers get the first colour too.
 
 
 class Expect(Enum):
-    """What a query must return while a small workload stores, loads and evicts.
+    """The required result of a query while a small workload stores, loads and evicts.
 
-    A query of the engine's own series must return something only if the engine serves these series.
+    A query of the engine's own series may return nothing if the engine does not serve these series.
     """
 
-    ACTIVITY = "activity"  # a number other than 0
-    SERIES = "series"  # a number, which may be 0
-    ZERO = "zero"  # the number 0, always
+    ACTIVITY = "activity"  # a number other than 0 at least once
+    SERIES = "series"  # any number
+    ZERO = "zero"  # always 0
 
 
 class Kind(Enum):
-    """How a panel shows the results of its queries."""
+    """The forms in which a panel shows the results of its queries."""
 
     LINES = "lines"
     STACK = "stack"
-    NUMBER = "number"  # one number for the whole time range
-    # A row for each engine and a column for each query, for the whole time range.
-    TABLE = "table"
+    NUMBER = "number"  # one number, at the end of the time range
+    TABLE = "table"  # a row for each engine and a column for each query, at the end of the time range
     HEATMAP = "heatmap"
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a dashboard, with the fields that the YAML files use."""
+    """A part of a dashboard. The fields have the same names in the YAML files."""
 
 
 class Query(Part, frozen=True):
@@ -50,11 +49,11 @@ class Query(Part, frozen=True):
 
     Args:
         legend: the legend of each series. `{{label}}` stands for the value of a label.
-        promql: the query in PromQL, in the form that `choose_engines` takes.
-        expects: what the query must return when the dashboards are checked.
+        promql: the query in PromQL, as `choose_engines` accepts it.
+        expects: the required result when `make observe` checks the dashboards.
         unit: the unit in a table's column; by default the panel's unit.
-        limits: the colours in a table's column, in the form of `Panel.limits`.
-        texts: the words in a table's column, in the form of `Panel.texts`.
+        limits: the colours of numbers in a table's column, in the form of `Panel.limits`.
+        texts: the words in place of numbers in a table's column, in the form of `Panel.texts`.
     """
 
     legend: str
@@ -71,12 +70,12 @@ class Query(Part, frozen=True):
 
     @property
     def is_of_engine(self) -> bool:
-        """Whether the query reads series of the engine itself. Only vLLM serves such series."""
+        """Whether the query reads the engine's own series, which only vLLM serves."""
         return "vllm:" in self.promql
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All texts that the legend can show; empty if the legend shows the bounds of buckets."""
+        """All legends that the query's series can have; empty if the catalogue does not list a label's values."""
         labels = re.findall(r"\{\{(\w+)\}\}", self.legend)
         values = [values_of(self.promql, label) for label in labels]
         pattern = re.sub(r"\{\{\w+\}\}", "{}", self.legend)
@@ -89,16 +88,16 @@ class Panel(Part, frozen=True):
     Args:
         title: the panel's heading.
         shows: what the panel shows.
-        when_wrong: how a problem looks in this panel, and what to do then.
-        unit: Grafana's name for the unit. `si:` before an unknown unit scales its numbers; `suffix:` only shows the
-            unit.
+        when_wrong: what a problem looks like in the panel, and the remedy.
+        unit: Grafana's name for the unit. For a unit that Grafana does not know, `si:` scales numbers and shows the
+            unit, and `suffix:` only shows the unit.
         queries: the queries that the panel shows.
-        kind: how the queries are drawn.
-        width: how many of the screen's 24 columns the panel takes.
-        maximum: the maximum of the axis, if the numbers have a natural maximum.
+        kind: the form in which the panel shows the results.
+        width: the panel's width, as a number of the screen's 24 columns.
+        maximum: the maximum of the axis; None to let Grafana choose.
         limits: the colours of numbers.
-        texts: words that are shown instead of numbers. `<0` and `>0` stand for all negative and all positive numbers.
-        labels: additional columns of a table, which show labels: the label's name, and the column's heading.
+        texts: the words to show in place of numbers. `<0` and `>0` stand for all negative and all positive numbers.
+        labels: additional columns of a table with the values of labels: the column's heading, by the label's name.
     """
 
     title: str
@@ -115,7 +114,7 @@ class Panel(Part, frozen=True):
 
     @property
     def is_instant(self) -> bool:
-        """Whether the panel's queries are evaluated only once, at the end of the time range."""
+        """Whether Grafana evaluates the panel's queries only once, at the end of the time range."""
         return self.kind in (Kind.NUMBER, Kind.TABLE)
 
     @property
@@ -125,14 +124,14 @@ class Panel(Part, frozen=True):
 
     @property
     def names(self) -> list[str]:
-        """The names of everything in the panel that has a colour of its own."""
+        """The legends of all series in the panel, which each have a fixed colour; empty for tables and limits."""
         if self.limits or self.kind is Kind.TABLE:
             return []
         return [name for query in self.queries for name in query.names]
 
 
 class Row(Part, frozen=True):
-    """Panels under one heading. The screen has 24 columns; panels that do not fit begin a new line."""
+    """Panels under one heading. A panel that does not fit the screen's 24 columns begins a new line."""
 
     title: str
     panels: tuple[Panel, ...]
@@ -142,12 +141,11 @@ class Board(Part, frozen=True):
     """One dashboard.
 
     Args:
-        name: the name of the dashboard's file. Its identifier ends with this name.
+        name: the name of the dashboard's file, and the end of the dashboard's identifier in Grafana.
         title: the title in Grafana's list of dashboards.
         about: the question that the dashboard answers.
         rows: the rows of panels, from top to bottom.
-        tiers: the values of the variable `tier`; the first value is the default. Empty if the dashboard does not have
-            this variable.
+        tiers: the values of the variable `tier`, of which the first is the default; empty without this variable.
     """
 
     name: str

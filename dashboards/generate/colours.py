@@ -1,7 +1,7 @@
-"""The colour of every name. All dashboards use the same colours.
+"""The colour of every series, by the series' legend. All dashboards use the same colours.
 
-Green: found or loaded. Blue: stored. Grey: harmless. Yellow and orange: not enough space. Red: failed. Purple: an
-operator or a request asked for it.
+Green: found or loaded. Blue: stored. Grey: harmless. Yellow and orange: not enough space. Red: failed. Purple: the
+result of an operator's or a request's choice, such as a reset.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 GREEN, RED, ORANGE, YELLOW, BLUE, GREY = "#5aa64b", "#d44a3a", "#e8862e", "#e5c33b", "#4a86d0", "#9a9a9a"
 
 COLOURS: dict[str, str] = {
-    # lookups, and where tokens came from
+    # lookups, and the sources of tokens
     "hit": GREEN, "miss": GREY, "host": GREEN, "disk": "#2f8f8f", "remote": "#1f6f8f", "device": BLUE, "nothing": GREY, "computed": "#b8b8b8", "host, as vLLM counts": "#8fce7f",
-    # why blocks missed
+    # causes of misses
     "never_seen": "#b8b8b8", "no_state": "#c4a24a", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "lookahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
     "declined_stale": "#d8b98a", "declined_lease_limit": YELLOW, "declined_other": "#b89b62", "declined_not_ready": "#f0dd9a",
@@ -25,7 +25,7 @@ COLOURS: dict[str, str] = {
     "cancelled": "#c9a0dc", "open offers": "#7fb3ea",
     "open loads": "#8fce7f", "states stored": "#2f5f9e", "states loaded": "#2e6e2a",
     "prefix boundaries asked for": YELLOW, "prefix boundaries made": "#9fd08f", "avoidable": ORANGE, "declined": "#b8c9dd", "own_load": GREEN, "others_load": "#7fb3ea", "fetch": "#2f8f8f",
-    # what a remote tier answers, and the states of a lower tier
+    # a remote tier's answers, and the states of a lower tier
     "found": GREEN, "missing": GREY, "none": RED, "ask p50": "#7fb3ea", "ask p99": BLUE,
     "opening": YELLOW, "open": GREEN, "failing": ORANGE, "closed": RED,
     "timeout": YELLOW, "unreachable": ORANGE, "denied": "#a06bc9", "full": "#c4601a", "other": GREY,
@@ -40,7 +40,7 @@ COLOURS: dict[str, str] = {
     "age p10": ORANGE, "age p50": YELLOW, "rewritten": BLUE,
     # bytes of host memory
     "wanted": "#b8b8b8", "reserved": BLUE, "used": GREEN,
-    # why pins were dropped
+    # causes for which pins were dropped
     "looked_up_again": GREY, "not_accepted": "#6b8e9e", "request_ended": "#b8b8b8",
     # seconds saved and lost
     "saved": GREEN, "waited": YELLOW, "interference": ORANGE, "net": BLUE, "break-even": GREY, "prefill": "#7fb3ea",

@@ -1,4 +1,4 @@
-"""The generated files, each with the function that returns its content."""
+"""The table of generated files. Each path has the function that returns the file's content."""
 
 from __future__ import annotations
 

@@ -24,12 +24,12 @@ _SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _HEIGHTS = {Kind.NUMBER: 4, Kind.TABLE: 6, Kind.HEATMAP: 9}
 _HEIGHT = 8
 _COLUMNS = 24
-_LONG_LEGEND = 8  # names; a longer legend leaves out series that are 0 in the whole time range
+_LONG_LEGEND = 8  # a panel with more names hides series that are 0 in the whole time range
 _ZEROS = model.MatcherConfig(id_val="byValue", options={"reducer": "allIsZero"})
 _HIDDEN = {"legend": True, "tooltip": True, "viz": False}
-# The width of a table's column in pixels; with Grafana's default of 150, the last columns would be cut off.
+# The least width of a table's column in pixels. With Grafana's default of 150, the last columns would be cut off.
 _MIN_WIDTH = 100
-# The builder writes these fields for every variable, but only one kind of variable has them.
+# The builder writes these fields for every variable, but only interval variables have them.
 _INTERVAL_ONLY = ("auto", "auto_min", "auto_count")
 
 _SIGNS: Mapping[str, tuple[float | None, float | None]] = {"<0": (None, -1e-9), ">0": (1e-9, None)}
@@ -42,7 +42,7 @@ Places = Mapping[str, str]
 
 
 def places(boards: Iterable[Board]) -> Places:
-    """Return the URL of each panel, for links."""
+    """Return the URL of each panel, by the panel's title."""
     return {
         panel.title: f"/d/{TAG}-{board.name}?viewPanel=panel-{number}&{_ALL_VARIABLES}"
         for board in boards
@@ -51,13 +51,13 @@ def places(boards: Iterable[Board]) -> Places:
 
 
 def render(board: Board, links: Places) -> str:
-    """Return a dashboard as Grafana's JSON. Each panel has links to the panels that its text names."""
+    """Return a dashboard as Grafana's JSON. If a panel's text names other panels, the panel has links to them."""
     built = _dashboard(board, links).build()
     plain = json.loads(json.dumps(built, cls=JSONEncoder))
     for number, panel in enumerate(plain["panels"], start=1):
         panel["id"] = number
         if panel["type"] == "table":
-            # the builder writes this option, which newer versions of Grafana do not have
+            # The builder writes an option that newer versions of Grafana do not have.
             panel["options"].pop("footer")
     for variable in plain["templating"]["list"]:
         for name in _INTERVAL_ONLY:
@@ -66,7 +66,7 @@ def render(board: Board, links: Places) -> str:
 
 
 def _numbered(board: Board) -> Iterator[tuple[int, Panel]]:
-    """Yield each panel with its id. Rows and panels are numbered together."""
+    """Yield the id and the panel for each panel. Rows have ids too, so the panels' ids have gaps."""
     number = 0
     for row in board.rows:
         number += 1
@@ -99,7 +99,7 @@ def _dashboard(board: Board, links: Places) -> build.Dashboard:
 
 
 def _placed(board: Board, links: Places) -> Iterator[build.Row | PanelBuilder]:
-    """Yield rows and panels with their places. Panels go from left to right, with a new line after 24 columns."""
+    """Yield all rows and panels with their positions, from left to right in lines of 24 columns."""
     y = 0
     for row in board.rows:
         yield build.Row(row.title).grid_pos(model.GridPos(x=0, y=y, w=_COLUMNS, h=1))
@@ -136,7 +136,7 @@ def _target(panel: Panel, query: Query, ref: str) -> prometheus.Dataquery:
 
 
 def _named(panel: Panel) -> list[str]:
-    """Return the titles of the other panels that this panel's text names, without duplicates."""
+    """Return the titles in a panel's text, which are between backticks, without duplicates."""
     return list(dict.fromkeys(re.findall("`([^`]+)`", panel.description)))
 
 
@@ -155,7 +155,7 @@ def _number(panel: Panel) -> stat.Panel:
 
 
 def _steps(limits: Limits) -> list[tuple[float | None, str]]:
-    """Return each colour with the lowest number that gets it, which is None for the first colour."""
+    """Return pairs of the lowest number that gets a colour and the colour. The first number is None."""
     return [(value if place else None, LIMITS[colour]) for place, (value, colour) in enumerate(limits)]
 
 
@@ -170,7 +170,7 @@ def _mapping(texts: Mapping[str, str]) -> model.ValueMap:
 
 
 def _signs(texts: Mapping[str, str]) -> list[model.RangeMap]:
-    """Return the words that are shown for all negative or all positive numbers."""
+    """Return Grafana's mappings for the words that stand for all negative or all positive numbers."""
     return [
         model.RangeMap(
             options=model.DashboardRangeMapOptions(*_SIGNS[sign], model.ValueMappingResult(text=text))
@@ -181,10 +181,10 @@ def _signs(texts: Mapping[str, str]) -> list[model.RangeMap]:
 
 
 def _table(panel: Panel) -> table.Panel:
-    """Return a table with a row for each engine.
+    """Return a table with a row for each combination of labels, usually one for each engine.
 
-    Results with equal labels are joined into one row, and labels without a heading are hidden. If the table has only
-    one query, the number is hidden too, because only the labels matter.
+    The table hides labels without a heading. If the panel has only one query, the table shows only the labels and no
+    number.
     """
     shown = panel.queries if len(panel.queries) > 1 else ()
     headings = {f"Value #{_ref(number)}": query.legend for number, query in enumerate(shown)}
@@ -265,7 +265,7 @@ def _style(panel: Panel, name: str) -> list[model.DynamicConfigValue]:
     properties = [
         model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": _colour(panel, name)}),
     ]
-    # Draw the capacity as a line above the stack, not as a part of the stack.
+    # The capacity is a line above the stack, not a part of the stack.
     if panel.kind is Kind.STACK and name == "capacity":
         properties += [
             model.DynamicConfigValue(id_val="custom.stacking", value={"mode": "none", "group": "A"}),
@@ -297,7 +297,7 @@ _MAKERS: dict[Kind, Callable[[Panel], PanelBuilder]] = {
 
 
 def _variable(name: str, label: str) -> build.QueryVariable:
-    """Return a variable that filters by a label. It offers the values of the engines that earlier variables select."""
+    """Return a variable that filters by a label. It offers only values of engines that earlier variables select."""
     before = list(VARIABLES.items())[: list(VARIABLES).index(name)]
     chosen = ", ".join(f'{one}=~"${other}"' for other, one in before)
     query: dict[str, object] = {

@@ -1,4 +1,4 @@
-"""Adds Grafana's variables to the panels' queries, and replaces the variables by values for Prometheus."""
+"""Adds Grafana's variables to queries, and replaces the variables with values so that Prometheus accepts a query."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def choose_engines(promql: str) -> str:
     """Return a query that selects only the engines chosen by the dashboard's variables.
 
     Args:
-        promql: the query without filters by engine. It may contain `$engine_labels`, for the labels that distinguish
-            engines, and the names in `NET`.
+        promql: the query without filters by engine. It may contain the names in `NET`, and `$engine_labels`, which
+            stands for the labels that distinguish engines.
 
     Raises:
-        ValueError: the query selects a series or a label's value that does not exist.
+        ValueError: the query selects a series or a label value that does not exist.
     """
     for name, expression in NET.items():
         promql = promql.replace(name, expression)
@@ -71,7 +71,7 @@ def choose_engines(promql: str) -> str:
 
 
 def values_of(promql: str, label: str) -> tuple[str, ...]:
-    """Return all values that a label of the query's series can have; empty if the catalogue does not list them."""
+    """Return the values that a label can have in a query's result; empty if the catalogue does not list them."""
     found = _SERIES.search(promql)
     assert found is not None, promql
     excluded = {
@@ -81,7 +81,13 @@ def values_of(promql: str, label: str) -> tuple[str, ...]:
 
 
 def substitute(expr: str, rate_interval: str, time_range: str, tier: str = ".*") -> str:
-    """Return a query in which Grafana's variables are replaced by values.
+    """Replace Grafana's variables in a query with values. All variables that filter engines match every engine.
+
+    Args:
+        expr: the query.
+        rate_interval: the period of rates, such as `60s`.
+        time_range: the length of the time range, such as `60s`.
+        tier: the value of the variable `tier`; by default a pattern that matches every tier.
 
     Raises:
         ValueError: a variable is unknown.
@@ -106,7 +112,11 @@ def _choose(found: re.Match[str]) -> str:
 
 
 def _labels_of(series: str) -> Mapping[str, tuple[str, ...]]:
-    """Return the values of a series' labels, by the label's name."""
+    """Return the label values that a series can have, by the label's name.
+
+    Raises:
+        ValueError: the series does not exist.
+    """
     if series == "ALERTS":
         return {}
     if series.startswith("vllm:"):

@@ -1,6 +1,6 @@
-"""Alerts: their rules for Prometheus, and their sections in the runbook. An alert's annotations repeat its section.
+"""Alerts: the rules for Prometheus, and the sections of the runbook. A rule's annotations repeat the alert's section.
 
-Rules keep the labels of their series. So an alert is about one engine and can be routed by namespace, pod or cluster.
+A rule keeps the labels of its series. So an alert is about one engine, and can be routed by namespace, pod or cluster.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One alert.
 
     Args:
-        name: the rule's name, without the prefix that all rules have.
+        name: the rule's name, without the prefix of all rules.
         severity: critical, warning or info.
-        expr: the alert's expression in PromQL. The alert fires while it returns a series.
-        summary: what is wrong, without a full stop.
-        description: what is wrong, with numbers. The engine's name is put before it.
-        meaning: what happened, and why.
-        impact: what users notice, and what is lost.
+        expr: an expression in PromQL. The alert fires for each series in the result.
+        summary: the problem in a few words, without a full stop.
+        description: the problem with numbers. The rule's annotation puts the engine's name before the description.
+        meaning: the event behind the alert, and its causes.
+        impact: the consequences for users and for the cache.
         query: a query in PromQL that shows details.
-        check: what the query's result means, and where else to look.
-        do: what the operator should do.
-        board: the dashboard that shows the problem.
-        tier: the value to choose for the dashboard's variable `tier`, if the dashboard has this variable.
-        wait: how long the expression must return a series before the alert fires.
+        check: the meaning of the query's result, and further places to look.
+        do: the remedy.
+        board: the name of the dashboard that shows the problem.
+        tier: the value of the dashboard's variable `tier`; empty if the dashboard does not have this variable.
+        wait: the time for which the expression must return a series before the alert fires, such as `5m`.
     """
 
     name: str
@@ -57,17 +57,17 @@ class Alert(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def full_name(self) -> str:
-        """The rule's name in Prometheus."""
+        """The rule's name in Prometheus, with the prefix."""
         return f"KVOffload{self.name}"
 
     @property
     def runbook(self) -> dict[str, str]:
-        """The four parts of the alert's section in the runbook, by their headings."""
+        """The parts of the alert's section in the runbook, by heading."""
         check = f"`{self.query}`. {self.check}"
         return {"Meaning": self.meaning, "Impact": self.impact, "Check": check, "Do": self.do}
 
     def to_rule(self) -> dict[str, object]:
-        """Return the alert's entry in the file of rules."""
+        """Return the alert as a rule for Prometheus."""
         filters = [f"var-tier={self.tier}"] if self.tier else []
         filters += [
             f"{{{{ with $labels.{name} }}}}var-{name}={{{{ urlquery . }}}}{{{{ end }}}}"
@@ -96,7 +96,7 @@ ALERTS = msgspec.yaml.decode(Path(__file__).with_name("alerts.yml").read_bytes()
 
 
 def render_rules(alerts: Sequence[Alert]) -> str:
-    """Return the file with the alerting rules for Prometheus."""
+    """Return the content of Prometheus's file of alerting rules."""
     groups = [{"name": "kvoffload_alerts", "rules": [alert.to_rule() for alert in alerts]}]
     dumper = type("Dumper", (yaml.SafeDumper,), {})
     yaml.add_representer(str, _represent, Dumper=dumper)
@@ -104,7 +104,7 @@ def render_rules(alerts: Sequence[Alert]) -> str:
 
 
 def render_runbook(alerts: Sequence[Alert]) -> str:
-    """Return the runbook, which has a section for each alert."""
+    """Return the content of the runbook."""
     return "\n".join(_sections(alerts))
 
 
@@ -120,5 +120,5 @@ def _sections(alerts: Sequence[Alert]) -> Iterator[str]:
 
 
 def _represent(dumper: Any, text: str) -> object:  # noqa: ANN401  # the library has no types
-    """Represent a text in YAML. Texts of several lines keep their line breaks."""
+    """Represent a string in YAML. A string with several lines becomes a block, which keeps the line breaks."""
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)

@@ -1,1 +1,1 @@
-"""Checks every query of every panel and rule: a real Prometheus evaluates them while it scrapes real engines."""
+"""Checks the queries of all panels and rules in a real Prometheus that scrapes real engines."""

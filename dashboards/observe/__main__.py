@@ -1,6 +1,6 @@
-"""`make observe`: runs a demo, and lets a real Prometheus evaluate every query of every panel and rule.
+"""`make observe`: runs a demo, and evaluates the queries of all panels and rules in a real Prometheus.
 
-Arguments of the form HOST:PORT name further engines to scrape. With `--no-demo`, only these engines are scraped.
+Arguments of the form HOST:PORT name further engines to scrape. With `--no-demo`, Prometheus scrapes only these engines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SCRAPES = 5
 
 
 def main() -> int:
-    """Run the check, print its findings, and return the exit code."""
+    """Check all queries, print the findings, and return the exit code."""
     parser = argparse.ArgumentParser(
         description="evaluate every query of every panel and rule in a real Prometheus"
     )
@@ -40,7 +40,11 @@ def main() -> int:
 
 
 def observe(targets: list[str], *, with_demo: bool = True) -> list[Finding]:
-    """Scrape the targets and a demo, and return a finding for each query.
+    """Scrape engines, evaluate all queries, and return a finding for each query.
+
+    Args:
+        targets: the addresses of running engines, as HOST:PORT.
+        with_demo: whether to also run and scrape a demo.
 
     Raises:
         ObserveError: the demo or Prometheus fails.
@@ -62,7 +66,7 @@ def observe(targets: list[str], *, with_demo: bool = True) -> list[Finding]:
 
 
 def report(findings: list[Finding]) -> int:
-    """Print all findings. Return 1 if one of them has a problem."""
+    """Print all findings. Return 1 if any finding has a problem, otherwise 0."""
     for one in findings:
         state = "FAILED" if one.problem else "active" if one.is_active else "zero" if one.series else "empty"
         print(f"{state:7} {one.series:4} series  {one.where}")

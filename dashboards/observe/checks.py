@@ -1,4 +1,4 @@
-"""Checks every query after Prometheus has scraped an engine at work."""
+"""Evaluates queries in Prometheus, and checks the results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Finding:
     """The result of checking one query.
 
     Args:
-        where: where the query is: the dashboard, the panel's title and the chosen tier; or the rule.
+        where: the dashboard, panel and tier, or the rule, to which the query belongs.
         expr: the query that Prometheus evaluated.
         series: the number of series in the result.
         is_active: whether the result has a value other than 0.
-        problem: what is wrong with the result; empty if nothing is wrong.
+        problem: the reason why the result is wrong; empty if the result is right.
     """
 
     where: str
@@ -38,10 +38,10 @@ class Finding:
 def wait_for_scrape(prometheus: Prometheus, targets: Sequence[str]) -> None:
     """Wait until Prometheus has scraped all targets once more.
 
-    The first scrape may take a while, because Prometheus does not scrape in its first 5 s.
+    Prometheus scrapes for the first time about 5 s after its start.
 
     Raises:
-        ObserveError: a target was not scraped.
+        ObserveError: Prometheus did not scrape a target in time.
     """
     begun = time.time()
 
@@ -53,10 +53,10 @@ def wait_for_scrape(prometheus: Prometheus, targets: Sequence[str]) -> None:
 
 
 def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[Finding]:
-    """Evaluate every query of every panel over a time range, as Grafana would, for each tier that can be chosen.
+    """Evaluate the queries of all panels as Grafana would, for each value of the variable `tier`.
 
-    Rates are computed over the whole range. So the result depends only on the first and last scrape, and a busy
-    machine may miss some scrapes in between.
+    Rates cover the whole time range. So the results depend only on the first and the last scrape, and a busy machine
+    may miss some of the other scrapes.
     """
     has_vllm = bool(prometheus.query(_ENGINE_PROBE))
     seconds = math.ceil(end - start)
@@ -73,7 +73,7 @@ def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[F
 
 
 def check_rules(prometheus: Prometheus) -> Iterator[Finding]:
-    """Check the health of every rule, and the results of every recording rule."""
+    """Yield a finding for each rule: a rule must be healthy, and a recording rule must have a result."""
     for rule in prometheus.rules():
         problem = "" if rule["health"] == "ok" else f"{rule['health']}: {rule.get('lastError', '')}"
         found = prometheus.query(rule["name"] if rule["type"] == "recording" else rule["query"])
@@ -83,7 +83,7 @@ def check_rules(prometheus: Prometheus) -> Iterator[Finding]:
 
 
 def firing(prometheus: Prometheus) -> list[str]:
-    """Return the names of the alerts that are firing."""
+    """Return the names of all firing alerts."""
     return sorted({one.labels["alertname"] for one in prometheus.query('ALERTS{alertstate="firing"}')})
 
 

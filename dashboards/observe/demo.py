@@ -1,4 +1,4 @@
-"""Runs a demo that serves its metrics. Its workload stores, loads, misses and evicts blocks in less than a minute."""
+"""Runs a demo that serves metrics. The workload stores, loads, misses and evicts blocks in less than a minute."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from dashboards.observe.prometheus import END_S, ObserveError, end
 from kvoffload.cli.demo.command import local_store
 from kvoffload.model.errors import RemoteError
 
-# After some turns, the conversations no longer fit in host memory, and later they no longer fit on the disk. So prompts
-# are first found on the host, then on the disk, and at last in the remote tier.
+# The conversations outgrow first the host memory and then the disk. So lookups find prompts first on the host, then on
+# the disk, and at last in the remote tier.
 _WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "8", "--first-tokens", "384"]
 _WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "14MiB"]
 _WORKLOAD += ["--disk", ".", "--config", "disk_bytes=11MiB"]
-# With these settings, a slow disk or remote tier does not change where blocks are found. Each call may take a minute,
-# and each round of turns ends only when all blocks are written.
+# On slow machines, lookups must find blocks on the same tiers. So each call may take a minute, and each round of turns
+# waits until all blocks are written.
 _WORKLOAD += ["--config", "remote_timeout_s=60", "--config", "disk_drain_s=60"]
 _SERVE_S = 600
 
 
 class Demo:
-    """A running demo.
+    """A demo that runs in another process.
 
     Args:
-        process: the process in which the demo runs.
+        process: the process, with pipes for all standard streams.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -39,7 +39,9 @@ class Demo:
         self._wait_for_line(SERVES)
 
     def result(self) -> dict[str, Any]:
-        """Start the conversations, wait for their end, and return their result. The demo continues to serve metrics.
+        """Start the conversations, wait until they end, and return the demo's result.
+
+        The demo continues to serve metrics.
 
         Raises:
             ObserveError: the demo failed.
@@ -48,7 +50,7 @@ class Demo:
         self._wait_for_line("metrics stay at")
         assert self._process.stdout is not None
         text = ""
-        for line in self._process.stdout:  # do not wait for the output's end, because the demo still runs
+        for line in self._process.stdout:  # read only as far as the JSON object, because the demo still runs
             text += line
             with suppress(json.JSONDecodeError):
                 result: dict[str, Any] = json.loads(text)
@@ -67,9 +69,12 @@ class Demo:
 
 @contextmanager
 def run_demo(address: str) -> Iterator[Demo]:
-    """Start the demo, wait until it serves metrics at HOST:PORT, and end it when the `with` block ends.
+    """Start a demo, wait until it serves metrics, and end the demo when the `with` block ends.
 
-    The conversations begin when `result` is called, so begin to scrape before that.
+    The conversations begin when `result` is called, so begin to scrape before that call.
+
+    Args:
+        address: the HOST:PORT at which the demo serves metrics.
 
     Raises:
         ObserveError: the demo does not start.

@@ -1,4 +1,4 @@
-"""The demo that `run_demo` starts in another process. Before it begins, it waits for a line on standard input.
+"""The program that `run_demo` starts: a demo that waits for a line on standard input before the conversations begin.
 
 `run_demo` starts this file by its path, because the package `dashboards` is not installed.
 """
@@ -14,10 +14,9 @@ SERVES = "metrics are at "
 
 
 class GatedScreen(command.Screen):
-    """A screen that waits for a line on standard input when the demo says that it serves metrics."""
+    """A screen that waits for a line on standard input after the demo's message about its metrics."""
 
     def say(self, text: str) -> None:
-        """Print a message that is not a result."""
         super().say(text)
         if text.startswith(SERVES):
             sys.stdin.readline()

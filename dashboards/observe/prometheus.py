@@ -1,4 +1,4 @@
-"""Runs a real Prometheus on the loopback interface. Its files are in a temporary folder."""
+"""Runs a real Prometheus on the loopback interface, with its files in a temporary folder."""
 
 from __future__ import annotations
 
@@ -27,22 +27,27 @@ END_S = 60.0
 
 
 class ObserveError(Exception):
-    """Raised when the check needs a program, and this program fails."""
+    """Raised if a needed program is missing or fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A series in the result of a query: its labels and its values, the oldest value first."""
+    """The labels and values of a series in a query's result, the oldest value first."""
 
     labels: dict[str, str]
     values: tuple[float, ...]
 
 
 def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until a condition holds, by testing it again and again.
+    """Poll a condition until it is true.
+
+    Args:
+        what: a description of the condition, for the error.
+        is_so: returns whether the condition is true.
+        seconds: the time limit.
 
     Raises:
-        ObserveError: the condition did not hold in time.
+        ObserveError: the condition was not true within the time limit.
     """
     deadline = time.monotonic() + seconds
     while not is_so():
@@ -52,17 +57,17 @@ def wait_for(what: str, is_so: Callable[[], bool], seconds: float = 60.0) -> Non
 
 
 class Prometheus:
-    """A Prometheus server that is running.
+    """A running Prometheus server.
 
     Args:
-        url: the URL of the server's API.
+        url: the server's URL, without `/api`.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url
 
     def query(self, expr: str, at: float | None = None) -> list[Series]:
-        """Return the series that an expression has at a time, by default now.
+        """Evaluate an expression at the time `at`, in unix seconds; by default now. Each series has one value.
 
         Raises:
             ObserveError: Prometheus refuses the expression.
@@ -71,7 +76,7 @@ class Prometheus:
         return [Series(one["metric"], (float(one["value"][1]),)) for one in result]
 
     def query_range(self, expr: str, start: float, end: float) -> list[Series]:
-        """Return the series that an expression has over a time range, with a value for each scrape.
+        """Evaluate an expression at all times from `start` to `end`, in unix seconds, in steps of `SCRAPE_MS`.
 
         Raises:
             ObserveError: Prometheus refuses the expression.
@@ -80,11 +85,11 @@ class Prometheus:
         return [Series(one["metric"], tuple(float(value) for _, value in one["values"])) for one in result]
 
     def rules(self) -> list[dict[str, Any]]:
-        """Return all rules, each with its health."""
+        """Return all rules with their health, as the HTTP API describes them."""
         return [rule for group in self.get("rules")["groups"] for rule in group["rules"]]
 
     def get(self, path: str, **parameters: object) -> Any:  # noqa: ANN401  # as the API answers
-        """Send a request to the HTTP API, and return the data in its answer.
+        """Send a request to the HTTP API, and return the `data` of the server's answer.
 
         Raises:
             ObserveError: the server's answer is an error.
@@ -100,7 +105,11 @@ class Prometheus:
 
 @contextmanager
 def run_prometheus(targets: Sequence[str], every_ms: int = SCRAPE_MS) -> Iterator[Prometheus]:
-    """Start a Prometheus that scrapes `targets` (HOST:PORT) and evaluates kvoffload's rules, both every `every_ms`.
+    """Run a Prometheus until the `with` block ends. It scrapes engines and evaluates kvoffload's rules.
+
+    Args:
+        targets: the engines' addresses, as HOST:PORT.
+        every_ms: the time between two scrapes, and between two evaluations of the rules, in milliseconds.
 
     Raises:
         ObserveError: Prometheus is not installed or does not start.
@@ -110,7 +119,7 @@ def run_prometheus(targets: Sequence[str], every_ms: int = SCRAPE_MS) -> Iterato
         raise ObserveError("there is no program `prometheus`: `make tools` installs it")
     with tempfile.TemporaryDirectory(prefix="kvoffload-observe-") as folder:
         home, port = Path(folder), free_port()
-        (home / "prometheus.yml").write_text(json.dumps(_config(targets, every_ms)))  # JSON is YAML
+        (home / "prometheus.yml").write_text(json.dumps(_config(targets, every_ms)))  # JSON is valid YAML
         command = [
             *(program, f"--config.file={home / 'prometheus.yml'}", f"--storage.tsdb.path={home / 'data'}"),
             f"--web.listen-address=127.0.0.1:{port}",
@@ -134,7 +143,7 @@ def run_prometheus(targets: Sequence[str], every_ms: int = SCRAPE_MS) -> Iterato
 
 
 def end(process: subprocess.Popen[Any], timeout_s: float = END_S) -> None:
-    """End a child process by SIGTERM. If that takes too long, kill it.
+    """End a child process with SIGTERM, or with SIGKILL after the time limit.
 
     Raises:
         ObserveError: SIGTERM did not end the child in time.

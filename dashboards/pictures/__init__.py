@@ -1,1 +1,1 @@
-"""Takes the pictures in the documents from real runs: `make screenshot`."""
+"""Takes the documents' pictures of dashboards, which show the data of real runs."""

@@ -1,4 +1,4 @@
-"""`make screenshot`: takes pictures of the dashboards in a browser, from real runs."""
+"""`make screenshot`: takes pictures of the dashboards in a browser, with the data of real runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BROWSER = "chromium-headless-shell"
 
 
 def main() -> int:
-    """Take pictures of the named dashboards from a demo. By default, take the pictures in the documents."""
+    """Take pictures of the named dashboards during a demo; by default, the documents' pictures during vLLM runs."""
     parser = argparse.ArgumentParser(description="take pictures of dashboards")
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(NAMES)}, of a short demo")
     words = "how long the vLLM engines of the documents' pictures serve (default: %(default)s)"

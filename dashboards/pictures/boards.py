@@ -1,4 +1,4 @@
-"""Takes pictures of the dashboards. Grafana's published components draw them from the data of a real Prometheus."""
+"""Takes pictures of the dashboards, which Grafana's published components draw with the data of a real Prometheus."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvoffload.remote.local import free_port
 
 BOARDS = FOLDER / "grafana" / "dashboards"
 _SOURCES = Path(__file__).with_name("grafana")
-_END_S = 180.0  # two servers end one after the other, so this is longer than for one
+_END_S = 180.0  # `traffic.py` ends its two servers one after the other
 _VLLM = FOLDER.parent / ".venv" / "vllm" / "bin" / "python"
 _BUILD = FOLDER.parent / ".venv" / "pictures"
 SERVE_S, EVERY_MS, RATE_MS = 600, 5000, 60_000
@@ -47,6 +47,11 @@ _BUNDLE = [
 def take_boards(names: Sequence[str], folder: Path, browser: str) -> list[Path]:
     """Run a demo that Prometheus scrapes, and write a picture of each named dashboard into `folder`.
 
+    Args:
+        names: the dashboards' names.
+        folder: the folder for the pictures.
+        browser: the path of a headless Chromium.
+
     Raises:
         ObserveError: a program is missing or fails, or a page in the browser reports an error.
     """
@@ -62,10 +67,16 @@ def take_boards(names: Sequence[str], folder: Path, browser: str) -> list[Path]:
 
 
 def take_vllm_boards(names: Sequence[str], folder: Path, browser: str, seconds: float) -> list[Path]:
-    """Let two stock vLLM engines serve conversations while Prometheus scrapes them. Take a picture of each dashboard.
+    """Run two stock vLLM engines that Prometheus scrapes, and write a picture of each named dashboard into `folder`.
+
+    Args:
+        names: the dashboards' names.
+        folder: the folder for the pictures.
+        browser: the path of a headless Chromium.
+        seconds: the time for which the engines serve conversations.
 
     Raises:
-        ObserveError: a program is missing or fails, offloading gained nothing, or a panel has nothing to show.
+        ObserveError: a program is missing or fails, offloading saved no time, or a panel has no data.
     """
     _build()
     with _vllm_engines(seconds) as (addresses, engines), run_prometheus(addresses, EVERY_MS) as prometheus:
@@ -83,7 +94,7 @@ def take_vllm_boards(names: Sequence[str], folder: Path, browser: str, seconds: 
 
 @contextmanager
 def _vllm_engines(seconds: float) -> Iterator[tuple[list[str], subprocess.Popen[str]]]:
-    """Start the engines of `traffic.py`, and yield their addresses."""
+    """Run `traffic.py` until the `with` block ends. Yield the engines' addresses and the process."""
     if not _VLLM.exists():
         raise ObserveError("there is no stock vLLM in .venv/vllm: `make vllm-env` installs it")
     root = FOLDER.parent
@@ -102,7 +113,10 @@ def _vllm_engines(seconds: float) -> Iterator[tuple[list[str], subprocess.Popen[
 
 
 def _line_of(process: subprocess.Popen[str], then: str) -> str:
-    """Let the engines continue, and return the next line of their output that starts with `then`."""
+    """Return the next line of `traffic.py`'s output that starts with `then`.
+
+    Unless `then` is the start of the first line, send the line for which `traffic.py` waits.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
     if then != "[":
@@ -114,7 +128,7 @@ def _line_of(process: subprocess.Popen[str], then: str) -> str:
 
 
 def unfit(captured: dict[str, Any]) -> list[str]:
-    """Return the reasons not to show a dashboard: panels without data, plots of only zeros, a negative net benefit."""
+    """Return the reasons not to show a dashboard: panels without data, panels with only zeros, no net benefit."""
     problems = []
     for panel in captured["board"]["panels"]:
         answers = [series for target in panel.get("targets", []) for series in target["answer"]]
@@ -125,14 +139,14 @@ def unfit(captured: dict[str, Any]) -> list[str]:
             value and value == value for value in values
         ):
             problems.append(f"{panel['title']}: nothing but zeros")
-        # `not >` is also true for NaN.
+        # Unlike `<=`, `not >` is True for a NaN.
         elif panel["title"] == "Net seconds saved" and not float(answers[0]["value"][1]) > 0:
             problems.append(f"{panel['title']}: {answers[0]['value'][1]}, so no gain")
     return problems
 
 
 def shown(name: str) -> str:
-    """Return a digest of what a dashboard shows. The texts and links of its panels' info signs are not covered."""
+    """Return a digest of a dashboard's title and panels, without the panels' info texts and links."""
     board = json.loads((BOARDS / f"{name}.json").read_text(encoding="utf-8"))
     panels = [
         {key: value for key, value in panel.items() if key not in ("description", "links", "id")}
@@ -151,7 +165,15 @@ def capture(
     step_ms: int = SCRAPE_MS,
     rate_ms: int = 5 * SCRAPE_MS,
 ) -> dict[str, Any]:
-    """Return a dashboard's JSON. For each query, it also contains Prometheus's result, under `answer`.
+    """Return a dashboard's JSON, in which each query has Prometheus's result under `answer`.
+
+    Args:
+        prometheus: the server.
+        name: the dashboard's name.
+        start: the start of the time range, in unix seconds.
+        until: the end of the time range, in unix seconds.
+        step_ms: the time between two values of a series, in milliseconds.
+        rate_ms: the period of rates, in milliseconds.
 
     Raises:
         ObserveError: Prometheus refuses a query.
@@ -178,7 +200,7 @@ def _answer(
 
 
 def _build() -> None:
-    """Build the page in a folder that git ignores. Its packages are installed only if their lock file has changed."""
+    """Build the page in a folder that git ignores. Install npm packages only if `package-lock.json` has changed."""
     if shutil.which("npm") is None:
         raise ObserveError("there is no program `npm`: install Node.js 20 or newer")
     installed = _BUILD / "node_modules" / "installed.json"
@@ -200,7 +222,7 @@ def _run(command: list[str]) -> None:
 
 
 def _height(board: dict[str, Any]) -> int:
-    """Return the height in pixels that a dashboard's title and panels need."""
+    """Return the height of a dashboard's title and panels, in pixels."""
     places: list[dict[str, int]] = [panel["gridPos"] for panel in board["panels"]]
     return 38 * max(place["y"] + place["h"] for place in places) + 100
 
@@ -209,9 +231,9 @@ def _take(captured: dict[str, Any], folder: Path, browser: str) -> Path:
     from playwright.sync_api import Route, sync_playwright
 
     def serve(route: Route) -> None:
-        """Answer a request of the browser with a file from the build folder.
+        """Answer the browser's request with a file from the build folder.
 
-        The page cannot be opened as a file, because its components request icons from a server.
+        The browser cannot open the page as a file, because Grafana's components request icons from a server.
         """
         path = route.request.url.removeprefix(_ORIGIN)
         file = _BUILD / (_ICONS / path.removeprefix("public/build/") if "public/build/" in path else path)
@@ -224,7 +246,7 @@ def _take(captured: dict[str, Any], folder: Path, browser: str) -> Path:
     problems: list[str] = []
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-        # The window is as tall as the dashboard, because tables draw only the rows that are visible.
+        # The window is as tall as the dashboard, because tables draw only visible rows.
         page = running.new_page(
             viewport={"width": 1540, "height": _height(captured["board"])}, color_scheme="dark"
         )

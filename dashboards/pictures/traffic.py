@@ -1,8 +1,8 @@
-"""Runs two stock vLLM engines that serve conversations of several turns. Start it with the Python of `.venv/vllm`.
+"""Runs two stock vLLM engines that serve conversations of several turns. Run this program with `.venv/vllm`'s Python.
 
-It prints the servers' addresses, and waits for a line on standard input. Then it serves conversations for the given
-number of seconds, and metrics until a second line arrives. The model is small and has random weights, so the answers
-mean nothing, but computing prompts takes real time.
+The program prints the servers' addresses, and waits for a line on standard input. Then it plays conversations for the
+given number of seconds, and serves metrics until a second line arrives. The model is small and has random weights, so
+the answers mean nothing, but computing prompts takes real time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CONNECTOR: dict[str, Any] = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"host_bytes": "48MiB"},
 }
-# An engine's conversations need about twice as many blocks as its device cache has, and fit in its host memory.
+# An engine's conversations need about twice the blocks of the device's cache, and fit in host memory.
 DEVICE_BLOCKS, CONVERSATIONS, AT_ONCE = 256, 8, 2
 FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS, LONGEST = 1024, 96, 16, 2800
 START_S = 600
 
 
 def serve(seconds: float) -> None:
-    """Start the engines, and serve until a second line arrives on standard input."""
+    """Start the engines, play conversations after a line on standard input, and stop after a second line."""
     with tempfile.TemporaryDirectory(prefix="kvoffload-pictures-") as scratch, ExitStack() as stack:
         checkpoint = checkpoints.make("qwen3", Path(scratch) / "model", **MODEL)
         servers = [
@@ -52,7 +52,7 @@ def serve(seconds: float) -> None:
             )
             for number in range(2)
         ]
-        for server in servers:  # warm up, because the first request takes longer than later requests
+        for server in servers:  # an engine's first request takes longer than later requests
             client.stream(server, [1] * 2 * engines.BLOCK, ANSWER_TOKENS)
         print(json.dumps([server.root.removeprefix("http://") for server in servers]), flush=True)
         sys.stdin.readline()
@@ -63,7 +63,7 @@ def serve(seconds: float) -> None:
                 for talk in talks:
                     talk.result()
             except BaseException:
-                # conversations that are still running fail when their servers end
+                # Running conversations fail when their servers end.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         print("served", flush=True)
@@ -71,7 +71,7 @@ def serve(seconds: float) -> None:
 
 
 def _talk(server: engines.Server, seed: int, until: float) -> None:
-    """Serve turns of randomly chosen conversations, one turn at a time. A conversation that is long begins again."""
+    """Play turns of randomly chosen conversations, one turn at a time. A long conversation begins again."""
     draw = random.Random(f"{server.root} {seed}")
     prompts: Sequence[list[int]] = [[] for _ in range(CONVERSATIONS // AT_ONCE)]
     while time.monotonic() < until:
@@ -87,7 +87,7 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)  # so that the servers also end
+    signal.signal(signal.SIGTERM, _interrupt)  # an exception, so that `serve` ends the servers
     parser = argparse.ArgumentParser(description="serve returning conversations with two stock vLLM engines")
     parser.add_argument("--seconds", type=float, required=True)
     serve(parser.parse_args().seconds)

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the script.
+    """Print the completion script for `args.shell`.
 
     Raises:
         CommandError: shtab, which generates the script, is not installed.

@@ -1,6 +1,6 @@
 """`kvoffload dashboards export DIR`: writes this version's dashboards, Prometheus rules and runbook to a folder.
 
-It also writes the dashboards and rules as Kubernetes objects.
+The folder also gets the dashboards and rules as Kubernetes objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files.
+    """Write the exported files to the folder `args.directory`, and print their paths.
 
     Raises:
         CommandError: a file cannot be written, or this installation has no dashboards.
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def files(source: Path) -> Iterator[tuple[str, str]]:
-    """Yield the name and text of every exported file.
+    """Yield the relative path and the content of every exported file.
 
     Args:
         source: the folder with the dashboards, rules and runbook.
@@ -70,10 +70,10 @@ def files(source: Path) -> Iterator[tuple[str, str]]:
 
 
 def config_map(name: str, board: str) -> str:
-    """Return one dashboard as a ConfigMap. The sidecar in Grafana's Helm chart loads such ConfigMaps.
+    """Return a dashboard as a ConfigMap, which the sidecar in Grafana's Helm chart loads.
 
-    `kubectl apply` copies each object into an annotation, which is limited to 256 KiB. To stay below that limit, each
-    dashboard has a ConfigMap of its own, and its JSON is on one line.
+    `kubectl apply` copies each object into an annotation, whose size is limited to 256 KiB. To stay below the limit,
+    each dashboard has a separate ConfigMap, in which the JSON is on one line.
     """
     head = _object("v1", "ConfigMap", f"{_NAME}-{name}", '    grafana_dashboard: "1"\n')
     return (
@@ -82,7 +82,7 @@ def config_map(name: str, board: str) -> str:
 
 
 def prometheus_rule(name: str, rules: str) -> str:
-    """Return a rules file as a PrometheusRule object for the Prometheus operator."""
+    """Return the content of a rules file as a PrometheusRule object for the Prometheus operator."""
     head = _object("monitoring.coreos.com/v1", "PrometheusRule", name)
     return f"{head}spec:\n{textwrap.indent(rules, '  ')}"
 

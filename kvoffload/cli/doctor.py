@@ -1,6 +1,6 @@
-"""`kvoffload doctor`: checks whether this machine is ready for an engine with these settings.
+"""`kvoffload doctor`: checks whether this machine is ready for an engine with the given settings.
 
-The command starts no engine. It leaves no files behind, except for an empty object in a bucket that it checks.
+The command starts no engine. It leaves no files behind, except for an empty object in the remote tier's bucket.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _COLOURS = {Verdict.ERROR: "31", Verdict.WARNING: "33", Verdict.UNKNOWN: "2"}  #
 
 
 class Doctor(Protocol):
-    """The interface of an adapter's doctor module. Importing the module must be fast, because every command does so."""
+    """The interface of an adapter's doctor module. Every command imports the module, so the import must be fast."""
 
     HELP: str
 
@@ -56,7 +56,7 @@ class Doctor(Protocol):
         """Add the adapter's options to the parser."""
 
     def read_arguments(self, args: argparse.Namespace) -> Given:
-        """Return the settings, sizes and checks that follow from these options.
+        """Return the settings, sizes and checks that the parsed options determine.
 
         Raises:
             KVOffloadError: an option's value cannot be read.
@@ -64,7 +64,7 @@ class Doctor(Protocol):
 
 
 def find_doctors() -> tuple[dict[str, Doctor], list[Check]]:
-    """Return the installed adapters' modules by name, and a failing check for each module that cannot be imported."""
+    """Return the installed adapters' doctor modules by name, and a failing check for each module that cannot load."""
     doctors: dict[str, Doctor] = {}
     lost: list[Check] = []
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda one: one.name):
@@ -77,7 +77,7 @@ def find_doctors() -> tuple[dict[str, Doctor], list[Check]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options and those of the installed adapters."""
+    """Add the command's options and the options of the installed adapters to the parser."""
     words = "kvoffload's settings: a JSON object, a file that holds one, or KEY=VALUE; may be repeated"
     parser.add_argument("--config", metavar="SETTINGS", action="append", default=[], help=words)
     doctors = find_doctors()[0]
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks and print the findings. Return 1 if there is an error or, with --strict, an unknown result.
+    """Run the checks and print the findings. Return 1 if a check fails or, with --strict, has no result.
 
     Raises:
         KVOffloadError: an option's value cannot be read.
@@ -136,7 +136,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
             config = parse({**raw, "host_bytes": 1})
             read_tier_key(config.tier_key_file)
         except ConfigError:
-            # The other checks depend on the settings, so run only the adapter's checks.
+            # Without valid settings, only the adapter's checks can run.
             config = OffloadConfig(host_bytes=1)
             ours = []
         else:  # host_bytes is the only problem
@@ -172,8 +172,8 @@ def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool 
 
     Args:
         findings: the findings of all checks.
-        verbose: whether checks that passed get paragraphs too.
-        strict: whether unknown results get paragraphs too, because the command fails on them.
+        verbose: True to write a paragraph for every check.
+        strict: True to write a paragraph for each unknown result, because it makes the command fail.
     """
     by_verdict = {verdict: [one for one in findings if one.verdict is verdict] for verdict in _WORST_FIRST}
     counted = ", ".join(f"{len(found)} {verdict}" for verdict, found in by_verdict.items() if found)

@@ -10,28 +10,28 @@ from kvoffload.model.errors import KVOffloadError
 
 
 class Exit(IntEnum):
-    """Exit codes. Shells report the last three for a process that SIGHUP, SIGINT or SIGTERM ended."""
+    """Exit codes. For a process that a signal ends, the code is 128 plus the signal's number, as in shells."""
 
     OK = 0
-    FAILED = 1  # the command ran, and then failed or found a problem
-    USAGE = 2  # the command cannot run as asked
+    FAILED = 1  # the command ran, and failed or found a problem
+    USAGE = 2  # the command cannot run with its options and settings
     MISSED = 3  # every result is correct, but a performance goal was missed
-    OUTPUT = 74  # output cannot be written; the number is EX_IOERR of sysexits.h
+    OUTPUT = 74  # output cannot be written; EX_IOERR in sysexits.h
     HUNG_UP = 129  # SIGHUP: the terminal was closed
     INTERRUPTED = 130  # SIGINT: Ctrl-C
     TERMINATED = 143  # SIGTERM
 
 
 class CommandError(KVOffloadError):
-    """Raised when a command cannot run as asked. The message names the options to change."""
+    """Raised if a command cannot run with its options. The message names the options to change."""
 
 
 class OutputError(CommandError):
-    """Raised when a file cannot be written. Its earlier content is unchanged.
+    """Raised if an output file cannot be written. The file keeps its earlier content.
 
     Args:
-        target: the name of the file.
-        error: why writing failed.
+        target: the file's path.
+        error: the error from writing.
     """
 
     def __init__(self, target: object, error: OSError) -> None:
@@ -39,19 +39,19 @@ class OutputError(CommandError):
 
 
 def say(text: str) -> None:
-    """Print "kvoffload: " and a message to standard error."""
+    """Print a message to standard error, after "kvoffload: "."""
     print_error(f"kvoffload: {printable(text)}")
 
 
 def printable(text: str) -> str:
-    """Replace everything that a terminal might interpret: control characters, and bytes that are not UTF-8.
+    """Replace the characters that a terminal might interpret, such as control characters, with "?".
 
-    The names of files, models and servers may contain them.
+    The names of files, models and servers may contain such characters.
     """
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def print_error(text: str, end: str = "\n") -> None:
-    """Print to standard error. If that fails, the text is lost and the command continues."""
+    """Print to standard error, and ignore errors."""
     with suppress(OSError, ValueError):
         print(text, end=end, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Collects samples from a journal's lines, and draws a report's figures as SVG with matplotlib."""
+"""Collects samples from a journal's lines, and draws the figures of `kvoffload report` as SVG with matplotlib."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS: dict[str, str] = {
-    # where a prompt's tokens were found
+    # sources of a prompt's tokens
     "host": "#5aa64b", "disk": "#2f8f8f", "remote": "#1f6f8f", "device": "#4a86d0", "nothing": "#9a9a9a", "miss": "#9a9a9a",
-    # states of host slots, from the bottom up
+    # states of host slots
     "ready": "#4a86d0", "filling": "#7fb3ea",
     # directions of copies
     "load": "#5aa64b", "store": "#4a86d0",
@@ -36,8 +36,7 @@ _SAMPLED = (events.LookupAnswered, events.FirstTokenReached, events.RankReported
 _ENDS_FILLING = (StoreOutcome.STORED, StoreOutcome.FAILED, StoreOutcome.ABANDONED, StoreOutcome.CANCELLED)
 _COLUMNS = 48
 _MOST_DOTS = 2000  # the maximum number of dots of one colour
-# Numbers are cut off here, because a damaged journal may have numbers that an axis cannot show.
-_LARGEST = 1e15
+_LARGEST = 1e15  # the largest number drawn: a damaged journal may have numbers that break an axis
 
 AnySample = TypeVar("AnySample")
 Series = Mapping[str, Sequence[tuple[float, float]]]
@@ -46,12 +45,12 @@ Series = Mapping[str, Sequence[tuple[float, float]]]
 
 @dataclass(slots=True)
 class Account:
-    """What a journal's events add up to. Times are in seconds since the journal's first line.
+    """The samples and sums of a journal's events. Times are in seconds since the journal's first line.
 
     Args:
-        samples: lookups, first tokens and copies, by event class; each event with its time.
-        slots: the number of host slots in each state, with a time, after each change. Slots filled before the first
-            line are not counted.
+        samples: (time, event) pairs of lookups, first tokens and copies, by event class.
+        slots: for each change, the time and the number of host slots in each state afterwards. Slots filled before the
+            first line are not counted.
         counted: the metrics' counters after the last event.
     """
 
@@ -69,21 +68,21 @@ def add_up(records: Iterable[Record]) -> Account:
     before, slots = 0, Counter[str]()
     for record in records:
         begun = record.time if begun is None else begun
-        if record.sequence <= before:  # from this line on, another process wrote the journal
+        if record.sequence <= before:  # another process wrote this record and later ones
             slots.clear()
         before, at, message = record.sequence, record.time - begun, record.message
         bus.publish(message)
         if (samples := account.samples.get(type(message))) is not None:
             samples.append((at, message))
         if _count_slots(slots, message):
-            # `+` drops negative counts, which result when blocks stored before the first line are evicted.
+            # `+` drops negative counts, which result from evictions of blocks that were stored before the first line.
             account.slots.append((at, +slots))
     account.counted = counters.snapshot()
     return account
 
 
 def _count_slots(slots: Counter[str], event: object) -> bool:
-    """Apply an event to the counts of host slots, and return whether the counts may have changed."""
+    """Update the counts of host slots, by state, after an event. Return whether the event affects slots."""
     match event:
         case events.StoreScheduled():
             slots["filling"] += event.blocks
@@ -103,8 +102,8 @@ class Figure:
 
     Args:
         title: the heading.
-        text: a caption that says how to read the drawing.
-        svg: the drawing as SVG, to be put into HTML unchanged; empty if there is nothing to draw.
+        text: the caption, which explains the drawing.
+        svg: the drawing as SVG that HTML may contain unchanged; empty without data.
     """
 
     title: str
@@ -113,7 +112,7 @@ class Figure:
 
 
 def check_installed() -> None:
-    """Check that matplotlib is installed.
+    """Check that reports can be drawn.
 
     Raises:
         CommandError: matplotlib is not installed.
@@ -125,7 +124,7 @@ def check_installed() -> None:
 
 
 def draw(account: Account) -> list[Figure]:
-    """Return the figures. A lower tier has a figure only if blocks were copied to or from this tier."""
+    """Return a report's figures. Lower tiers without copies have no figure."""
     lookups = account.samples[events.LookupAnswered]
     causes = account.counted.by_label("kvoffload_miss_blocks_total")
     behind = causes.pop(MissCause.BEHIND_MISS.value, 0)
@@ -163,7 +162,7 @@ def draw(account: Account) -> list[Figure]:
 
 
 def first_token_ms(account: Account) -> Series:
-    """Return the requests' first-token times in milliseconds, by where their prompts were found."""
+    """Return the times to first token in milliseconds, by the tier that had the request's prompt."""
     waits = account.samples[events.FirstTokenReached]
     return {
         each.value: [(at, 1000 * one.seconds) for at, one in waits if one.found is each] for each in Found
@@ -171,7 +170,7 @@ def first_token_ms(account: Account) -> Series:
 
 
 def median_and_p99(ordered: Sequence[float]) -> tuple[float, float]:
-    """Return the median and the 99th percentile of sorted numbers."""
+    """Return the median and the 99th percentile (by nearest rank) of sorted numbers."""
     return statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1]
 
 
@@ -201,7 +200,7 @@ def _slots(account: Account) -> Figure:
 
 
 def _dots(title: str, text: str, series: Series) -> Figure:
-    """Draw times in milliseconds as dots, and the median of each colour as a line."""
+    """Draw times in milliseconds as dots, and the median of each series as a line."""
 
     def plot(axes: Axes) -> None:
         for key, samples in series.items():
@@ -218,7 +217,7 @@ def _dots(title: str, text: str, series: Series) -> Figure:
 
 
 def _columns(title: str, text: str, unit: str, series: Series) -> Figure:
-    """Draw sums over time as stacked columns."""
+    """Draw the sums of all series, in equal periods of time, as stacked columns."""
     shown = {key: samples for key, samples in series.items() if any(number for _, number in samples)}
 
     def plot(axes: Axes) -> None:
@@ -247,7 +246,7 @@ def _bars(title: str, text: str, numbers: Mapping[str, int]) -> Figure:
 def _figure(
     title: str, text: str, units: tuple[str, str], plot: Callable[[Axes], None] | None, height: float = 3.0
 ) -> Figure:
-    """Return a figure that `plot` draws, or a figure without a drawing if `plot` is None."""
+    """Return a figure with the drawing that `plot` makes, or without a drawing if `plot` is None."""
     if plot is None:
         return Figure(title, text, "")
     import matplotlib as mpl
@@ -266,12 +265,12 @@ def _figure(
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         picture.savefig(file, format="svg", transparent=True, metadata=nothing)
     svg = file.getvalue()
-    # A page contains several drawings, so each id needs a prefix that is unique on the page.
+    # A page contains several drawings, so each id gets a prefix to be unique on the page.
     prefix = re.sub(r"\W", "", title)
     own = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{prefix}-", svg[svg.index("<svg") :])
     return Figure(title, text, own)
 
 
 def _thinned(samples: Sequence[AnySample]) -> Sequence[AnySample]:
-    """Return at most `_MOST_DOTS` of the samples, evenly spaced."""
+    """Return every n-th sample, with the smallest n that gives no more than `_MOST_DOTS` samples."""
     return samples[:: -(-len(samples) // _MOST_DOTS) or 1]

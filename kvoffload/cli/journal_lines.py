@@ -1,4 +1,4 @@
-"""Options for commands that read a journal, and a reader for the lines that these options select."""
+"""Options of commands that read a journal, and a reader of the lines that the options select."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
 
 
 def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
-    """Add options that name the journal, the lines to read and the output file. `opened` reads these options."""
+    """Add the options that name the journal, the lines to read and the output file.
+
+    Args:
+        parser: the parser of a command.
+        suffix: the default output file is the journal's path followed by this suffix.
+    """
     add = parser.add_argument
     words = "the file that an engine wrote to `journal_path`; may be gzipped, JOURNAL.1 is read before it"
     add("journal", metavar="JOURNAL", type=Path, help=words)
@@ -36,7 +41,7 @@ def add_journal_arguments(parser: argparse.ArgumentParser, suffix: str) -> None:
 
 
 def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
-    """Return a reader of the selected lines, and the path of the output.
+    """Return a reader of the lines that the options select, and the output file's path.
 
     Raises:
         CommandError: `--last` and `--since` are both given, or the output would replace the journal.
@@ -58,13 +63,13 @@ class Lines:
 
     Args:
         path: the journal's path.
-        part: which lines to read; None for all lines.
+        part: the lines to read; None for all lines.
         words: a description of `part` for messages; empty for all lines.
         count: the number of lines read so far.
-        seconds: seconds between the first and the last line read.
-        gaps: each range of missing lines, as its first and last number.
-        problem: the error that ended the reading early, or None.
-        provenance: the last header read, which says what wrote the journal; empty if the journal has none.
+        seconds: the seconds from the first line read to the last.
+        gaps: the first and the last number of each range of missing lines.
+        problem: the error in the first unreadable line; None if all lines were read.
+        provenance: the provenance in the last header read; empty without a header.
     """
 
     path: Path
@@ -77,7 +82,7 @@ class Lines:
     provenance: Mapping[str, object] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield the lines.
+        """Yield the selected lines up to the first unreadable line.
 
         Raises:
             KVOffloadError: no line can be read.
@@ -108,13 +113,13 @@ class Lines:
 
     @property
     def missing(self) -> str:
-        """A message that says how many lines are missing, and their numbers."""
+        """A message with the number of missing lines and the lines' numbers."""
         count, (first, last) = sum(last - first + 1 for first, last in self.gaps), self.gaps[0]
         shown = f"numbers {first} to {last}{' and others' if len(self.gaps) > 1 else ''}"
         return f"{count:,}, {shown}; the feed dropped them, or they were removed from the file"
 
     def report(self, output: Path) -> int:
-        """Print what was written and what is missing, and return the command's exit code."""
+        """Print how many events the output contains and which are missing, and return the command's exit code."""
         where = "standard output" if output == STDOUT else output
         events = "1 event" if self.count == 1 else f"{self.count:,} events"
         say(f"wrote {events} over {self.seconds:,.1f} s to {where}")
@@ -129,7 +134,7 @@ class Lines:
 
 
 def _part(args: argparse.Namespace) -> Part:
-    """Return the part of the journal that the options select. "The last N seconds" ends at the journal's last line."""
+    """Return the part of the journal that the options select. `--last` counts back from the journal's last line."""
     from kvoffload.telemetry.records import Part, last_time
 
     last = 0.0
@@ -141,11 +146,11 @@ def _part(args: argparse.Namespace) -> Part:
 
 
 def parse_time(text: str, last: float) -> float:
-    """Return a time in unix seconds.
+    """Convert an option's value to unix seconds.
 
     Args:
         text: an ISO date and time, unix seconds, or a time of day.
-        last: a time in unix seconds, on the day to which a time of day belongs.
+        last: a time in unix seconds. If `text` is a time of day, it belongs to the same day.
 
     Raises:
         ArgumentTypeError: `text` is not a time.

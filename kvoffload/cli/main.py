@@ -1,6 +1,6 @@
-"""`kvoffload`: runs a subcommand, and turns the exceptions that it raises into one line and an exit code.
+"""`kvoffload`: runs a subcommand, and turns the subcommand's exceptions into one line and an exit code.
 
-`main` first installs the signal handlers; to do that early, this module imports little at the top.
+This module imports little at the top, so that `main` installs the signal handlers early.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Command(Protocol):
         """Run the command and return the exit code.
 
         Raises:
-            KVOffloadError: the command cannot run as asked.
+            KVOffloadError: the command cannot run with its options.
         """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code.
 
-    The signal handlers stay installed until the process ends. A failure to write standard output is reported once.
+    The signal handlers stay installed until the process ends.
     """
     try:
         signals.handle()
@@ -73,10 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = Exit.INTERRUPTED
     except OSError as error:
         if error.filename is not None or error.errno not in _WRITE_ERRORS:
-            raise  # not an error of standard output: the subcommand should have reported it
-        # Drop the buffered output. Otherwise the interpreter would try to write the same output at exit.
+            raise  # not from standard output: a bug in the subcommand
+        # Drop the buffered output, because the interpreter would try to write it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # If the pipe is broken, its reader (such as `head`) wants no more output, so this is not an error.
+        # A broken pipe is not an error: its reader, such as `head`, needs no more output.
         if not isinstance(error, BrokenPipeError):
             say(f"error: standard output cannot be written: {error.strerror or error}")
         code = Exit.OUTPUT
@@ -94,7 +94,7 @@ def _command(argv: Sequence[str] | None) -> int:
             parser.print_help(sys.stderr)
             return Exit.USAGE
         return load(args.command).run(args)
-    except SystemExit as end:  # argparse exits this way after --help or a usage error
+    except SystemExit as end:  # argparse raises this after --help or a usage error
         return int(end.code or 0)
     except OutputError as error:
         say(f"error: {error}")
@@ -105,7 +105,7 @@ def _command(argv: Sequence[str] | None) -> int:
 
 
 def make_parser() -> Parser:
-    """Return the parser of `kvoffload` and all its subcommands."""
+    """Return the parser of `kvoffload` and all subcommands."""
     import kvoffload
     from kvoffload.cli.parser import Parser
 
@@ -124,7 +124,7 @@ def make_parser() -> Parser:
 
 
 def load(name: str) -> Command:
-    """Import the module of a subcommand."""
+    """Import and return the module of a subcommand."""
     from importlib import import_module
     from typing import cast
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from kvoffload.cli.exits import Exit, printable
 
-_SIMILAR = 0.7  # difflib's cutoff: high enough to match only typos and not unrelated options
+_SIMILAR = 0.7  # difflib's cutoff, high enough that only typos match
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -25,7 +25,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser for the command or one of its subcommands."""
+    """A parser for `kvoffload` or one of its subcommands."""
 
     def __init__(self, *args: object, **settings: object) -> None:
         ours = {"allow_abbrev": False, "formatter_class": HelpFormatter, **settings}
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse declares overloads; it calls this for subcommands too
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the arguments. If an option is unknown, exit with an error that suggests the most similar option."""
+        """Parse the arguments. For an unknown option, exit with an error that suggests the most similar option."""
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             shown = (action for action in self._actions if action.help is not argparse.SUPPRESS)
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
-        """Print one line with the error and how to get help, and exit."""
+        """Print the error and a reference to `--help` in one line, and exit."""
         self.exit(Exit.USAGE, f"kvoffload: error: {printable(message)} (see {self.prog} --help)\n")
 
 

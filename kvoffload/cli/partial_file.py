@@ -1,4 +1,4 @@
-"""Writes output files. A file gets its name only when it is complete; the name "-" means standard output."""
+"""Writes output files. A file gets its name only when the file is complete; the name "-" means standard output."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ STDOUT = Path("-")
 
 @contextmanager
 def written(target: Path, *, is_private: bool = False) -> Iterator[TextIO]:
-    """Open a new file. When the `with` block ends without an exception, the file replaces `target`.
+    """Open a new file, which replaces `target` if the `with` block ends without an exception.
 
     If `target` is a symbolic link, the file replaces the link.
 
     Args:
         target: the path of the output; "-" for standard output.
-        is_private: whether only the owner may read the file; otherwise the umask decides who may.
+        is_private: True if only the owner may read the file; False if the umask determines the permissions.
 
     Raises:
         OutputError: the file cannot be written.

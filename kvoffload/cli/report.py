@@ -18,7 +18,7 @@ HELP = "show a journal as one page with figures, for any browser; needs the extr
 
 _SUFFIX = ".html"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-# The page follows the browser's light or dark theme. Figures and tables that are too wide get a scroll bar.
+# The page follows the browser's light or dark theme. Wide figures and tables get a scroll bar.
 _STYLE = """
 :root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:0 auto;padding:1rem;overflow-wrap:anywhere}
@@ -51,14 +51,14 @@ def run(args: argparse.Namespace) -> int:
     lines, output = opened(args, _SUFFIX)
     account = add_up(lines)
     text = as_json(account, lines) if args.json else render(account, lines)
-    # Any user may read the output: it contains counts, sizes and times but no request names.
+    # The output need not be private: it contains counts, sizes and times, but no request names.
     with written(output) as file:
         file.write(text)
     return lines.report(output)
 
 
 def as_json(account: Account, lines: Lines) -> str:
-    """Return what ran, what is missing from the journal, first-token times and every counter that is not 0, as JSON."""
+    """Return the provenance, the journal's gaps, the times to first token and the nonzero counters as JSON."""
     from kvoffload.cli.figures import first_token_ms, median_and_p99
 
     times = {}
@@ -81,7 +81,7 @@ def as_json(account: Account, lines: Lines) -> str:
 
 
 def render(account: Account, lines: Lines) -> str:
-    """Return the page as HTML. Bytes of a path that are not valid UTF-8 appear as escapes."""
+    """Return the report as HTML. Bytes in the journal's path that are not valid UTF-8 appear as escapes."""
     from kvoffload.cli.figures import draw
 
     title = escape(f"KV-cache offloading: {lines.path.name}")
@@ -99,7 +99,7 @@ def render(account: Account, lines: Lines) -> str:
 
 
 def _said(lines: Lines) -> Iterator[str]:
-    """Yield lines about the run: what ran where and when, its settings, and what is missing from the journal."""
+    """Yield the page's first lines: the provenance, the settings, and the journal's size and gaps."""
     from kvoffload.telemetry.provenance import as_line
 
     provenance = lines.provenance

@@ -1,4 +1,4 @@
-"""`kvoffload settings`: lists every setting with its default, its meaning and the allowed values."""
+"""`kvoffload settings`: lists every setting with the default, the meaning and the allowed values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(_: argparse.Namespace) -> int:
-    """Print the settings. Settings that few users need come last."""
+    """Print all settings. Settings that few users need come last."""
     width = min(shutil.get_terminal_size().columns, 100)
     for is_advanced, settings in groupby(SETTINGS.items(), lambda item: item[0] in ADVANCED):
         if is_advanced:

@@ -1,8 +1,8 @@
 """Signal handlers: SIGTERM and SIGHUP end a command as Ctrl-C does, each with its own exit code.
 
-The first signal raises KeyboardInterrupt. Under `run_async` it cancels the main task instead, so that the task can
-drain copies. After that, Ctrl-C exits at once and the other signals have no effect. A signal that was ignored when
-the command started stays ignored, because `nohup` and background jobs of scripts rely on that.
+The first signal raises KeyboardInterrupt, or cancels the main task if `run_async` runs, so that the task can drain
+copies. After the first signal, Ctrl-C exits at once and other signals have no effect. A signal that was ignored when
+the command started stays ignored, as `nohup` and background jobs of scripts require.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# These are globals because a process has one set of signal handlers.
+# Globals, because a process has one set of signal handlers.
 _received = 0
 _cancel: Callable[[], object] | None = None
 
 
 def handle() -> None:
-    """Install the signal handlers. Call this on the main thread."""
+    """Install the signal handlers. Call this function on the main thread."""
     global _received
     _received = 0
     for number in HANDLED:
@@ -48,7 +48,7 @@ def run_async(coroutine: Coroutine[object, object, T]) -> T:
         global _cancel
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        # A signal handler calls this function. If the loop waits in `select`, only a thread-safe call wakes the loop.
+        # The signal handler calls `_cancel`. If the loop waits in `select`, only a thread-safe call wakes the loop.
         _cancel = lambda: loop.call_soon_threadsafe(task.cancel)  # noqa: E731
         try:
             return await coroutine

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the trace.
+    """Write the trace of the selected lines.
 
     Raises:
         KVOffloadError: no line of the journal can be read, or the trace cannot be written.
@@ -27,8 +27,8 @@ def run(args: argparse.Namespace) -> int:
 
     lines, output = opened(args, _SUFFIX)
     records = iter(lines)
-    first = next(records)  # if the journal cannot be read, this line raises before the output file is created
-    # only its owner may read the trace, as for the journal
+    first = next(records)  # raises before the output file exists if the journal cannot be read
+    # Like the journal, the trace has request names.
     with written(output, is_private=True) as file:
         write_trace(chain([first], records), file, lambda: lines.provenance)
     return lines.report(output)

@@ -1,4 +1,4 @@
-"""`kvoffload top`: shows a row for each engine of the given servers, updated until Ctrl-C or printed once."""
+"""`kvoffload top`: shows a table of the given servers' engines, updated until Ctrl-C or printed once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HELP = "watch running servers by their metrics"
 _LEAST_INTERVAL_S = 0.1
 _TIMEOUT_S = 5.0  # the time limit of one scrape
 _LARGEST_PAGE = 64 << 20
-_SCHEMA = 2  # the JSON output's version: increase it when a field is removed or changes its meaning
+_SCHEMA = 2  # the version of the JSON output; a new version removes a field or changes a field's meaning
 _TOKENS = "kvoffload_lookup_tokens_total"
 _MISSES = "kvoffload_miss_blocks_total"
 _SAVED = "kvoffload_prefill_seconds_saved_total"
@@ -39,27 +39,27 @@ _LOST = ("kvoffload_load_wait_seconds_sum", "kvoffload_interference_seconds_tota
 
 
 class PageError(KVOffloadError):
-    """Raised when a server's metrics page has no usable kvoffload metrics."""
+    """Raised if a server's metrics page has no valid kvoffload metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One scrape of one engine.
+    """The metrics of one engine in one scrape.
 
     Args:
         at: the time of the scrape, in seconds of the monotonic clock.
-        samples: the labels and value of each series, by the metric's name.
+        samples: the labels and value of each series, by sample name, such as `kvoffload_load_wait_seconds_sum`.
     """
 
     at: float
     samples: dict[str, list[tuple[Mapping[str, str], float]]] = field(default_factory=dict)
 
     def total(self, name: str, **labels: str) -> float:
-        """Return the sum of the series that have these labels; 0 if there are no such series."""
+        """Return the sum of the series of `name` that have all of `labels`; 0 without such series."""
         return sum(value for found, value in self.samples.get(name, ()) if labels.items() <= found.items())
 
     def values(self, name: str, label: str, **labels: str) -> list[str]:
-        """Return this label's value in each nonzero series that has the given labels, the largest series first."""
+        """Return the value of `label` in each nonzero series of `name` that has all of `labels`, the largest first."""
         series = [one for one in self.samples.get(name, ()) if one[1] and labels.items() <= one[0].items()]
         return [printable(found.get(label, "")) for found, _ in sorted(series, key=lambda one: -one[1])]
 
@@ -70,17 +70,18 @@ class Row:
 
     Args:
         engine: the server's address, followed by the engine's name if the server gives one.
-        off_because: why offloading is off; empty if it is on.
-        hit_rate, hit_rate_now: share of looked-up prompt tokens found on the host, since the engine's start and between
-            the last two scrapes.
-        saved_tokens, saved_tokens_per_s: prompt tokens found on the host, since the engine's start and per second.
-        net_s, net_s_per_s: seconds of prefill saved, minus the seconds lost to waiting for loads and to interference.
+        off_because: the causes for which offloading is off; empty if offloading is on.
+        hit_rate, hit_rate_now: the share of looked-up prompt tokens that were found on the host, since the engine's
+            start and between the last two scrapes.
+        saved_tokens, saved_tokens_per_s: the prompt tokens found on the host, since the engine's start and per second.
+        net_s, net_s_per_s: the seconds of prefill that loads saved, minus the seconds that requests waited for loads
+            and that copies added to steps; since the engine's start and per second.
         miss_cause: the most frequent cause of a lookup's first missing block; None if no lookup missed.
-        miss_share: the share of lookups that missed for this cause, among all that missed.
-        host_bytes: bytes of host memory that are wanted, reserved (pinned) and used.
+        miss_share: the share of the missing lookups that have the cause `miss_cause`.
+        host_bytes: the bytes of host memory that are wanted, reserved (pinned) and used.
         disk: the disk tier's state; "off" without a disk tier.
-        disk_bytes: the disk tier's capacity and used bytes.
-        remote: the remote tier's state; "off" without a remote tier. A remote tier's size is not known.
+        disk_bytes: the disk tier's capacity and the used bytes.
+        remote: the remote tier's state; "off" without a remote tier.
     """
 
     engine: str
@@ -101,12 +102,12 @@ class Row:
 
 @dataclass(slots=True)
 class Server:
-    """A server and its last two scrapes.
+    """A server and the last two scrapes of its metrics page.
 
     Args:
-        url: the URL of the server's metrics page.
-        now, before: each engine's last reading and the reading before that, by the engine's name.
-        problem: why the last scrape failed; empty if it succeeded.
+        url: the URL of the metrics page.
+        now, before: the readings of the last scrape and of the scrape before, by the engine's name.
+        problem: the reason why the last scrape failed; empty if it succeeded.
     """
 
     url: str
@@ -115,7 +116,7 @@ class Server:
     problem: str = ""
 
     def scrape(self) -> None:
-        """Read the server's metrics page. If that fails, keep the last readings."""
+        """Read the metrics page. If this fails, set `problem` and keep the last readings."""
         try:
             with urllib.request.urlopen(self.url, timeout=_TIMEOUT_S) as answer:
                 text = answer.read(_LARGEST_PAGE).decode("utf-8", "replace")
@@ -126,7 +127,7 @@ class Server:
             self.problem = f"it answers {error.code} {error.reason}"
         except PageError as error:
             self.problem = str(error)
-        # The server is unreachable, died while it answered, hangs, or redirects to an invalid URL.
+        # The server is unreachable, hangs, closes the connection early, or redirects to an invalid URL.
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", error)
             self.problem = f"not reachable: {str(reason) or type(error).__name__}"
@@ -136,7 +137,7 @@ class Server:
             self.now = readings
 
     def rows(self) -> Iterator[Row]:
-        """Yield a row for each engine."""
+        """Yield a row of the table for each engine."""
         host = urllib.parse.urlsplit(self.url).netloc
         for name, now in self.now.items():
             before = self.before.get(name)
@@ -145,7 +146,10 @@ class Server:
 
 
 def page_url(text: str) -> str:
-    """Return the URL of a metrics page. `text` is a URL, HOST:PORT, or a PORT of this machine.
+    """Return the URL of a server's metrics page.
+
+    Args:
+        text: the page's URL, HOST:PORT, or a PORT of this machine.
 
     Raises:
         CommandError: `text` has none of these forms.
@@ -166,7 +170,11 @@ def page_url(text: str) -> str:
 
 
 def parse_page(text: str, at: float) -> dict[str, Reading]:
-    """Return a metrics page's readings by the engine's name. The name is empty if the server does not give one.
+    """Return the readings of a metrics page, by the engine's name. The name is empty if the page has no names.
+
+    Args:
+        text: the page.
+        at: the time of the scrape, in seconds of the monotonic clock.
 
     Raises:
         PageError: the text is not a metrics page, has no kvoffload metrics, or has a value that is not finite.
@@ -176,7 +184,7 @@ def parse_page(text: str, at: float) -> dict[str, Reading]:
     engines: dict[str, Reading] = {}
     try:
         families = [one for one in text_string_to_metric_families(text) if one.name.startswith("kvoffload_")]
-    except Exception as error:  # the parser can raise any exception if the text is not a metrics page
+    except Exception as error:  # for other text than a metrics page, the parser may raise any exception
         raise PageError(f"it is not a page of metrics: {str(error) or type(error).__name__}") from error
     for sample in (sample for family in families for sample in family.samples):
         if not math.isfinite(sample.value):
@@ -189,12 +197,12 @@ def parse_page(text: str, at: float) -> dict[str, Reading]:
 
 
 def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
-    """Return an engine's row.
+    """Return an engine's row of the table.
 
     Args:
         engine: the engine's name in the row.
         now: the last reading.
-        before: the reading before `now`; None if there is none, or if the engine has restarted since.
+        before: the reading before `now`; None after the engine's first scrape or a restart.
     """
     found, missed, net = _hits(now), now.total(_TOKENS, result="miss"), _net_s(now)
     then = before or now
@@ -259,7 +267,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Show the table until Ctrl-C, or print it once.
+    """Show the table until Ctrl-C, or print the table once.
 
     Raises:
         KVOffloadError: a URL is not valid.
@@ -282,7 +290,7 @@ def _print_once(servers: list[Server], interval_s: float, *, as_json: bool) -> i
     if as_json:
         _print_json(servers)
     else:
-        width = None if sys.stdout.isatty() else 250  # in a pipe, every row fits on one line
+        width = None if sys.stdout.isatty() else 250  # wide enough that every row is one line
         console = Console(highlight=False, markup=False, emoji=False, width=width)
         console.print(table(servers))
     for server in servers:
@@ -323,7 +331,6 @@ def _watch(servers: list[Server], interval_s: float) -> None:
 
 
 def table(servers: Iterable[Server]) -> RenderableType:
-    """Return a table with a row for each engine."""
     from rich.table import Table
 
     shown = Table(*_HEADINGS.split(", "), box=None, pad_edge=False, header_style="bold")

@@ -1,6 +1,7 @@
-"""Declares all metrics: their names, help texts, kinds and labels, and either a reader or events that increase them.
+"""Declares all metrics. `CATALOGUE` has each metric's name, help text, kind and labels, and the source of the values.
 
-The exporters, dashboards/metrics.md and the dashboards' tests use this table.
+The source is a function that reads the engine's state, or a set of events. The exporters, dashboards/metrics.md and the
+dashboards' tests use the catalogue.
 """
 
 from __future__ import annotations
@@ -40,32 +41,32 @@ Labels = tuple[str, ...]
 Series = Mapping[Labels, float]
 """The values of a metric, by the values of its labels."""
 
-# -- label values that only metrics use; the others are in `kvoffload.model` and `kvoffload.core.machine` ---------
+# -- label values that only metrics use; `kvoffload.model` and `kvoffload.core.machine` have all others -----------
 
 
 class LookupResult(Enum):
-    """The result of looking up one block position."""
+    """The result of a lookup for one block of a prompt."""
 
     HIT = "hit"
     MISS = "miss"
 
 
 class HostBytes(Enum):
-    """The amounts of host memory that the metrics report. Each amount includes the next one."""
+    """The amounts of host memory that the metrics report. WANTED includes RESERVED, and RESERVED includes USED."""
 
     WANTED = "wanted"  # the size in the settings
-    RESERVED = "reserved"  # the memory that is pinned and ready so far
-    USED = "used"  # the reserved memory that contains blocks or is being filled
+    RESERVED = "reserved"  # the memory that is already pinned
+    USED = "used"  # the pinned memory that contains blocks, or that a copy is filling
 
 
 class TierState(Enum):
     """The states of a tier below the host."""
 
-    # A rank's slot file or the index is not open yet, or the remote tier has not answered yet.
+    # Not all of the disk tier's files are open yet, or the remote tier has not answered yet.
     OPENING = "opening"
     OPEN = "open"
-    FAILING = "failing"  # a call hangs, or too many calls failed; no copies start until the tier works again
-    CLOSED = "closed"  # the index cannot be read or written, so the tier is off until the engine restarts
+    FAILING = "failing"  # a call hangs, or too many calls failed; no copy starts until the tier works again
+    CLOSED = "closed"  # the disk tier's index cannot be used; the tier is off until the engine restarts
 
 
 class Answer(Enum):
@@ -73,7 +74,7 @@ class Answer(Enum):
 
     FOUND = "found"
     MISSING = "missing"
-    NONE = "none"  # there is no answer: the call failed, timed out or was not made
+    NONE = "none"  # the call failed or timed out, or no call was made
 
     __hash__ = object.__hash__  # hash by identity, because `Enum.__hash__` is a slow Python call
 
@@ -82,15 +83,14 @@ class LoadWait(Enum):
     """The reasons why a request must wait before it can compute."""
 
     OWN_LOAD = "own_load"
-    # Another request is loading the same prefix, and a prefix is loaded only once.
-    OTHERS_LOAD = "others_load"
-    FETCH = "fetch"  # the request's blocks are first fetched from a tier below the host
+    OTHERS_LOAD = "others_load"  # another request is loading the same prefix
+    FETCH = "fetch"  # a tier below the host has the request's blocks
 
     __hash__ = object.__hash__  # hash by identity, because `Enum.__hash__` is a slow Python call
 
 
 class PromptSource(Enum):
-    """Where the KV of a prompt's tokens came from."""
+    """The sources of the KV of a prompt's tokens."""
 
     DEVICE = "device"
     HOST = "host"
@@ -100,7 +100,7 @@ class PromptSource(Enum):
 
 
 class Hook(StrEnum):
-    """The points at which an engine calls kvoffload. They are the same for every engine."""
+    """The calls that an engine makes to kvoffload. All engines have the same hooks."""
 
     SEEN = "seen"
     LOOKUP = "lookup"
@@ -112,7 +112,7 @@ class Hook(StrEnum):
 
 
 class Subscriber(StrEnum):
-    """The labels for subscribers of the bus. OTHER is the label for all unknown subscribers."""
+    """The labels for subscribers of the bus. All unknown subscribers have the label OTHER."""
 
     LOG = "log"
     JOURNAL = "journal"
@@ -122,7 +122,7 @@ class Subscriber(StrEnum):
 
 
 def subscriber_label(name: str) -> str:
-    """Return a subscriber's label. For an unknown name it is "other", so that names cannot add series."""
+    """Return a subscriber's label, which is "other" for unknown names, so that no name adds a series."""
     return name if name in _SUBSCRIBERS else Subscriber.OTHER.value
 
 
@@ -130,7 +130,7 @@ _SUBSCRIBERS = frozenset(member.value for member in Subscriber)
 
 
 def label_of(member: Enum) -> str:
-    """Return the label for an enum's member: its value, or its name in lower case if the value is an integer."""
+    """Return the label for an enum's member: the value, or the lower-case name if the value is an integer."""
     return member.name.lower() if isinstance(member.value, int) else str(member.value)
 
 
@@ -161,7 +161,7 @@ class Benefit(Protocol):
 
 
 class Observed(Protocol):
-    """The part of `Observation` that readers use."""
+    """The part of `Observation` that metric readers use."""
 
     remote_faults: Mapping[RemoteFault, int]
 
@@ -173,7 +173,7 @@ class Observed(Protocol):
 
 
 class Side(Protocol):
-    """The part of the scheduler's side that readers use. Any thread may call readers: they read only single numbers."""
+    """The part of the scheduler side that metric readers use. Any thread may call a reader."""
 
     core: OffloadCore
     bus: Bus
@@ -193,7 +193,7 @@ class Side(Protocol):
     def degraded(self) -> DegradeCause | None: ...
 
 
-# -- the types of the table's entries -----------------------------------------------------------------------------
+# -- the types of the catalogue's entries -------------------------------------------------------------------------
 
 
 class Kind(Enum):
@@ -206,12 +206,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A metric's label, and the enum that lists its values.
+    """A label of a metric, and the enum that lists the label's values.
 
     Args:
         name: the label's name in queries.
-        enum: all values of the label; None if the values are known only while an engine runs.
-        served: the label's values in this metric; by default all values of the enum.
+        enum: the label's values; None if the values are known only while an engine runs.
+        served: the members of `enum` that the metric uses; by default all members.
     """
 
     name: str
@@ -220,7 +220,7 @@ class Label:
 
     @property
     def values(self) -> tuple[str, ...]:
-        """The label's values in this metric, as texts."""
+        """The label's values in queries."""
         return tuple(map(label_of, self.served or self.enum or ()))
 
 
@@ -230,18 +230,17 @@ class Metric:
 
     Args:
         name: the full name, as in queries.
-        help: a sentence or two for the operator.
+        help: the description that Prometheus shows to operators.
         kind: counter, gauge or histogram.
-        labels: the labels; tuples of label values have the same order.
+        labels: the labels, in the order of `Labels` tuples.
         unit: the unit of the values.
         buckets: the upper bounds of a histogram's buckets, without +Inf.
-        read: returns the metric's series at a scrape, and may leave out series that are 0. None if events increase the
-            metric.
-        counts: the events that increase the metric, each with the name of the field to add; None adds 1. The events
-            have a field for each label. Empty if the metric has a reader, or if a method of `Counters` counts it.
-        where: a field's name and some of its values. Only events with one of these values are counted; None counts all
-            events.
-        tiers: only engines with one of these lower tiers have the metric. Empty if all engines have it.
+        read: a function that returns the metric's series for a scrape, and may omit series that are 0. None if events
+            increase the metric.
+        counts: the classes of the events that increase the metric, each with the name of the field to add; None adds 1.
+            The events have a field for each label. Empty if `read` or a method of `Counters` determines the values.
+        where: a field's name and values. If set, only events whose field has one of the values increase the metric.
+        tiers: the lower tiers of which an engine must have at least one to export the metric; empty for all engines.
     """
 
     name: str
@@ -261,15 +260,14 @@ class Metric:
 
     @property
     def series(self) -> tuple[tuple[str, ...], ...]:
-        """All combinations of label values. They all exist from the start, so that a rate includes the first increase.
+        """All combinations of label values; empty if a label has no enum.
 
-        The tuple is empty if a label has no enum. Then the metric has only one series, which exists while an engine
-        runs.
+        Exporters create these series at the start, so that a rate includes the first increase.
         """
         return tuple(itertools.product(*(label.values for label in self.labels)))
 
     def series_with(self, tiers: Set[Tier]) -> list[Labels]:
-        """Return the series of an engine with these lower tiers. The series of other tiers could never increase."""
+        """Return the combinations of label values that can occur on an engine with the given lower tiers."""
         if self.tiers and self.tiers.isdisjoint(tiers):
             return []
         off = {value for value, needed in _ONLY_WITH.items() if needed.isdisjoint(tiers)}
@@ -279,7 +277,7 @@ class Metric:
 LOWER_TIERS = frozenset((Tier.DISK, Tier.REMOTE))
 _DISK, _REMOTE = frozenset((Tier.DISK,)), frozenset((Tier.REMOTE,))
 _OF_ANY_TIER = MissCause.TIER_OPENING.value, EvictionCause.SPILL_BEHIND.value, LoadWait.FETCH.value
-# These label values occur only on engines with one of the tiers named here.
+# For label values that occur only on some engines: the lower tiers of which an engine must have at least one.
 _ONLY_WITH: Mapping[str, Set[Tier]] = {
     **dict.fromkeys((Tier.DISK.value, MissCause.ON_DISK.value), _DISK),
     **dict.fromkeys((Tier.REMOTE.value, MissCause.IN_REMOTE.value), _REMOTE),
@@ -287,26 +285,25 @@ _ONLY_WITH: Mapping[str, Set[Tier]] = {
 }
 
 
-# A copy between the host and the disk has the label "disk".
+# A copy has the label of the lower of its two tiers: a copy between the host and the disk has the label "disk".
 _TIER = Label("tier", Tier, served=(Tier.HOST, Tier.DISK))
-# Copies have a label for the remote tier as well. Slots do not, because the remote tier's size is not known.
+# Only copies have the label "remote", because kvoffload does not know the remote tier's slots.
 _COPY_TIERS = Label("tier", Tier, served=(Tier.HOST, Tier.DISK, Tier.REMOTE))
 _LOWER_TIERS = Label("tier", Tier, served=(Tier.DISK, Tier.REMOTE))
 _DIRECTION = Label("direction", Direction)
-# A job in one of these states still uses memory.
+# Jobs in all other states have released their memory.
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 _RESULT = Label("result", LookupResult)
 _SUBSCRIBER = Label("subscriber", Subscriber)
-# These labels have the order of `provenance.info_labels`. One is called "engine_name" because vLLM adds a label
-# "engine".
+# `provenance.info_labels` returns the values in the same order. vLLM adds a label "engine", hence "engine_name".
 _INFO = tuple(
     Label(name)
     for name in ("version", "engine_name", "engine_version", "store_policy", "verify", "min_load_tokens")
 )
 
-# Only copies that succeeded are timed, because the time of a failed copy says nothing about the link.
+# The time of a failed copy says nothing about the speed of the link.
 _SUCCEEDED = ("outcome", (CopyOutcome.DONE,))
-# More memory would have avoided evictions with one of these causes.
+# Evictions that more memory would have avoided.
 _FOR_SPACE = ("cause", (EvictionCause.SPACE, EvictionCause.SPILL_BEHIND))
 
 # fmt: off
@@ -320,10 +317,10 @@ _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 
 _WAIT_BUCKETS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 # Hits range from one small block to the longest prompt.
 _HIT_BUCKETS = (16, 64, 256, 1024, 4096, 16384, 65536, 262144)
-# Ages range from seconds to a day. If blocks are evicted after seconds, even prompts that return soon find nothing. If
-# they are evicted after a day, few prompts miss them.
+# Eviction ages range from seconds, after which even prompts that return soon find nothing, to a day, after which few
+# prompts return.
 _AGE_BUCKETS = (1, 5, 15, 60, 300, 900, 3600, 14400, 86400)
-# A hook takes a few microseconds when there is nothing to do, and a millisecond would be far too long.
+# Hook times range from a microsecond, if there is nothing to do, to times that visibly slow a step.
 _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.1)
 # fmt: on
 
@@ -332,7 +329,7 @@ _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-
 
 
 def tier_state(side: Side, tier: Tier) -> TierState | None:
-    """Return the state of a tier below the host; None if the engine does not have this tier."""
+    """Return the state of a tier below the host; None if the engine does not have the tier."""
     state = side.core.state
     found = state.disk if tier is Tier.DISK else state.remote
     if found is None:
@@ -354,8 +351,8 @@ def _slots(side: Side) -> Series:
     slots = _by_state(Tier.HOST, host)
     if disk is not None:
         slots |= _by_state(Tier.DISK, disk.pool)
-        # The pool counts slots for which the disk has no space as quarantined, but the metric does not count these
-        # slots.
+        # The pool's quarantined slots include slots for which the disk has no space. The metric excludes them, so that
+        # the states sum to the capacity.
         slots[Tier.DISK.value, label_of(SlotState.QUARANTINED)] -= disk.pool.capacity - disk.capacity
     return slots
 
@@ -432,7 +429,7 @@ def _by_direction(numbers: Mapping[Direction, float]) -> Series:
     return {(each.value,): number for each, number in numbers.items()}
 
 
-# -- the table ----------------------------------------------------------------------------------------------------
+# -- the catalogue ------------------------------------------------------------------------------------------------
 
 # fmt: off
 CATALOGUE: tuple[Metric, ...] = (
@@ -481,7 +478,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.DiskBlocksEvicted: "blocks"}),
     Metric("kvoffload_eviction_age_seconds", "Time since the last use of blocks that were evicted from the host for space. Blocks evicted together count once, with the block that was used last.", Kind.HISTOGRAM, (), "seconds", _AGE_BUCKETS, counts={events.BlocksEvicted: "age_s"}, where=_FOR_SPACE),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest_pin)}),
-    # --- is it worth it ---
+    # --- time saved and time lost ---
     Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found. Up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: loaded tokens times the measured prefill time per token. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
     Metric("kvoffload_load_wait_seconds", "Time that a request waited: for its own load, from allocation to its end; for another request's load of the same prefix; or for a fetch from a tier below the host.", Kind.HISTOGRAM, (Label("reason", LoadWait),), "seconds", _WAIT_BUCKETS),
@@ -510,12 +507,12 @@ BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 
 
 def read_all(side: Side, tiers: Set[Tier], metrics: Iterable[Metric] = CATALOGUE) -> dict[str, Series]:
-    """Return all series of the metrics that have a reader, by the metric's name.
+    """Return the series of all metrics that have a reader, by the metric's name.
 
     Args:
-        side: the scheduler's side to read.
+        side: the scheduler side to read.
         tiers: the engine's lower tiers.
-        metrics: the metrics to read; those without a reader are skipped.
+        metrics: the metrics to read. Metrics without a reader are skipped.
     """
     found: dict[str, Series] = {}
     for metric in metrics:

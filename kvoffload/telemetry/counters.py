@@ -1,7 +1,7 @@
 """Counters and histograms that events update inline, their snapshots, and an iterator over all series.
 
-The engine's thread updates them, and any thread may take a snapshot. There is no lock, so that the engine never waits
-for a scrape. If an event is being counted at that moment, the snapshot may include only a part of this event.
+The engine's thread updates the counters, and any thread may take a snapshot. There is no lock, so that the engine never
+waits for a scrape. If the engine counts an event during the snapshot, the snapshot may include only part of the event.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvoffload.telemetry.catalogue import (
     Series,
 )
 
-# The maximum number of raw samples that a series keeps between two calls of `take_samples`, about a second apart.
+# The maximum number of samples that a series keeps between two calls of `take_samples`, which are about a second apart.
 _KEPT = 1 << 14
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
@@ -42,7 +42,7 @@ _FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer
 
 
 class _LabelsOf(dict[Any, Labels]):
-    """Caches the label values for enum members and tuples of them, because reading an enum's `value` is slow."""
+    """Caches the label values of enum members and of tuples of members, because reading an enum's `value` is slow."""
 
     def __missing__(self, key: Any) -> Labels:  # noqa: ANN401  # members of any enum
         members = key if isinstance(key, tuple) else (key,)
@@ -72,34 +72,36 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A copy of all counters and histograms, by metric name and label values. Series that are missing are 0."""
+    """A copy of all counters and histograms, by metric name and label values. A missing series counts as 0."""
 
     counts: Mapping[str, Mapping[Labels, int]] = field(default_factory=dict)
     distributions: Mapping[str, Mapping[Labels, Distribution]] = field(default_factory=dict)
 
     def count(self, name: str, *labels: str) -> int:
-        """Return the value of one of a counter's series."""
+        """Return the value of the counter's series with the given label values."""
         return self.counts.get(name, {}).get(labels, 0)
 
     def total(self, name: str) -> int:
-        """Return the sum of a counter's series."""
+        """Return the sum of all series of a counter."""
         return sum(self.counts.get(name, {}).values())
 
     def by_label(self, name: str, *leading: str) -> dict[str, int]:
-        """Return a counter's nonzero series by the value of the last label, the largest first.
+        """Return the nonzero values of a counter by the last label, the largest value first.
 
-        Only series whose first labels have the values `leading` are returned.
+        Args:
+            name: the counter's name.
+            leading: the values of all labels except the last one.
         """
         ordered = sorted(self.counts.get(name, {}).items(), key=lambda item: -item[1])
         return {labels[-1]: number for labels, number in ordered if number and labels[:-1] == leading}
 
     def samples(self, name: str, *labels: str) -> int:
-        """Return how many samples one of a histogram's series has."""
+        """Return the number of samples in the histogram's series with the given label values."""
         series = self.distributions.get(name, {}).get(labels)
         return series.samples if series else 0
 
     def minus(self, earlier: Snapshot) -> Snapshot:
-        """Return how much each counter has grown since `earlier`. Unchanged counters and histograms are left out."""
+        """Return each counter's increase since `earlier`, without unchanged counters and without histograms."""
         added = {
             name: Counter(series) - Counter(earlier.counts.get(name, {}))
             for name, series in self.counts.items()
@@ -108,9 +110,9 @@ class Snapshot:
 
 
 class Histogram:
-    """Counts the samples in each bucket, and also keeps the samples themselves if `kept` is a list.
+    """Counts the samples in each bucket. If `kept` is a list, the histogram also appends each sample to the list.
 
-    A sample that equals a bound is counted in the bucket below this bound.
+    A sample that equals a bound counts in the bucket below the bound.
     """
 
     __slots__ = ("bounds", "counts", "kept", "total")
@@ -135,7 +137,7 @@ class Counters:
     """All counters and histograms of the catalogue that events update.
 
     Args:
-        tiers: the engine's tiers below the host; by default all tiers, so that events of any engine can be counted.
+        tiers: the engine's tiers below the host; by default all lower tiers, which is right for events of any engine.
     """
 
     def __init__(self, tiers: Set[Tier] = LOWER_TIERS) -> None:
@@ -166,15 +168,15 @@ class Counters:
     def subscribe(self, bus: Bus) -> None:
         """Start to count the messages on the bus."""
         for cls, count in self._by_event().items():
-            named: Any = partial(count)  # a partial, because the name of a bound method cannot be set
+            named: Any = partial(count)  # a bound method's `__qualname__` cannot be set
             named.__qualname__ = "counters"
             bus.count(cls, named)
 
     def hooks(self, spent: Mapping[Hook, float]) -> None:
-        """Add a sample for each hook: the seconds that it took in the step that has ended."""
+        """Add a sample for each hook, the seconds that the hook took in the last step."""
         hooks = self._hooks
         for name, seconds in spent.items():
-            # These lines repeat `Histogram.observe`, because every step runs them and a call would cost more.
+            # `Histogram.observe` inlined, because every step runs this loop.
             one = hooks[name]
             one.counts[bisect_left(one.bounds, seconds)] += 1
             one.total += seconds
@@ -187,20 +189,17 @@ class Counters:
 
     @property
     def counts(self) -> Mapping[str, Mapping[Labels, int]]:
-        """The counters. Only the thread that updates them may read them; other threads must take a snapshot."""
+        """The counters, by name and label values. Only the engine's thread may read them; see `snapshot`."""
         return self._counts
 
     def keep_samples(self) -> None:
-        """From now on, also keep the samples themselves until `take_samples` returns them.
-
-        Each series keeps at most `_KEPT` samples.
-        """
+        """From now on, keep each series' samples, up to `_KEPT`, until `take_samples` returns them."""
         for series in self._histograms.values():
             for one in series.values():
                 one.kept = []
 
     def take_samples(self) -> dict[str, dict[Labels, list[float]]]:
-        """Return the samples since the last call, without empty series. Call this on the thread that counts."""
+        """Return the samples since the last call, without empty series. Call this method on the engine's thread."""
         taken: dict[str, dict[Labels, list[float]]] = {}
         for name, series in self._histograms.items():
             for labels, one in series.items():
@@ -209,7 +208,7 @@ class Counters:
         return taken
 
     def snapshot(self) -> Snapshot:
-        """Return a copy of all counters and histograms. Any thread may call this."""
+        """Return a copy of all counters and histograms. Any thread may call this method."""
         counts = {name: series.copy() for name, series in self._counts.items()}
         distributions = {
             name: {labels: one.copy() for labels, one in series.items()}
@@ -227,7 +226,7 @@ class Counters:
         }
 
     def _adder(self, cls: type[events.Event]) -> Callable[[events.Event], None]:
-        """Return a function that adds an event of this class to all metrics that count such events."""
+        """Return a function that adds an event to all metrics that count events of the class `cls`."""
         series_of: dict[str, dict[Labels, Any]] = {**self._counts, **self._histograms}
         counted = []
         for metric in CATALOGUE:
@@ -291,7 +290,7 @@ class Counters:
 
 
 def _reader(name: str | None) -> Callable[[object], Any] | None:
-    """Return a function that reads a field. It is faster than `getattr`, because every request's hooks call it."""
+    """Return an `attrgetter` for a field, which is faster than `getattr`; None without a field."""
     return attrgetter(name) if name is not None else None
 
 
@@ -299,15 +298,15 @@ def _reader(name: str | None) -> Callable[[object], Any] | None:
 
 
 class Source(Protocol):
-    """What exporters need from an engine's scheduler side."""
+    """The part of an engine's scheduler side that exporters use."""
 
     @property
     def counters(self) -> Counters: ...
 
     def gauges(self) -> Mapping[str, Series]:
-        """Return the series of each metric that has a reader, by name.
+        """Return the series of each metric that has a reader, by the metric's name.
 
-        Metrics that cannot be read are left out. Any thread may call this.
+        A metric whose reader fails is left out. Any thread may call this method.
         """
 
 
@@ -317,9 +316,9 @@ def all_series(
     """Yield every metric with its series.
 
     Args:
-        counts: the series of counters that events increase.
-        gauges: the series of metrics that have a reader.
-        samples: the series of histograms; their values are passed on unchanged.
+        counts: the series of the counters that events increase, by metric name.
+        gauges: the series of the metrics that have a reader, by metric name.
+        samples: the series of the histograms, by metric name, with values of any type.
     """
     for metric in CATALOGUE:
         counted = samples if metric.kind is Kind.HISTOGRAM else counts

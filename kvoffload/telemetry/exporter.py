@@ -1,4 +1,4 @@
-"""Serves all metrics to Prometheus. The Prometheus client is needed only for a scrape, not for counting."""
+"""Serves all metrics to Prometheus. Only exporting needs the Prometheus client; counting does not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FAMILIES: dict[Kind, Any] = {
 
 
 class KVOffloadCollector(Collector):
-    """Collects the catalogue's metric families for one engine.
+    """A Prometheus collector for one engine's metrics.
 
     Args:
         source: the engine's scheduler side.
@@ -37,7 +37,7 @@ class KVOffloadCollector(Collector):
         self._source = source
 
     def describe(self) -> Iterator[Metric]:
-        """Yield families without series. A registry then refuses a second collector with metrics of the same names."""
+        """Yield all metric families without series, so that a registry refuses a second collector."""
         return map(_family, CATALOGUE)
 
     def collect(self) -> Iterator[Metric]:
@@ -70,14 +70,14 @@ DEFAULT_PORT = 9464
 
 @contextmanager
 def serve(registry: CollectorRegistry, host: str = "127.0.0.1", port: int = DEFAULT_PORT) -> Iterator[str]:
-    """Serve a registry's metrics until the `with` block ends, and yield their URL. Port 0 picks any free port.
+    """Serve a registry's metrics over HTTP until the `with` block ends, and yield the URL. Port 0 means any free port.
 
     Raises:
-        ConfigError: the address cannot be used.
+        ConfigError: the server cannot listen on the address.
     """
     try:
         server, thread = start_http_server(port, host, registry)
-    # ValueError: invalid host name; OverflowError: invalid port
+    # An invalid host name raises ValueError, an invalid port OverflowError.
     except (OSError, ValueError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         advice = "choose another address, or port 0 for any free one"

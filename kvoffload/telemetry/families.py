@@ -1,8 +1,8 @@
-"""The catalogue's metrics as ordinary Prometheus metrics. The engine chooses their classes; vLLM uses its own or Ray's.
+"""The catalogue's metrics as ordinary Prometheus metrics, of classes that the engine chooses.
 
-A process may create the metrics several times, for example for a second engine or logger, but the registry accepts
-each name only once. So the newest metrics replace earlier metrics. The earlier metrics are still updated but not
-exported any more. vLLM treats its own metrics in the same way.
+A process may create the metrics several times, for example for a second engine or logger, but the registry accepts each
+name only once. So the newest metrics replace earlier metrics in the registry. The earlier metrics still accept updates.
+vLLM treats its own metrics in the same way.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _exported: dict[str, Any] = {}
 class Families:
     """Exports all metrics of the catalogue for the engines of a front end.
 
-    All series exist from the start, except those of a lower tier, which are created by the first message about this
-    tier.
+    All series exist from the start, except the series of a lower tier. The first message about a lower tier creates the
+    tier's series.
 
     Args:
-        classes: for each metric class of the Prometheus client, the class to use instead.
-        label_names: the names of the engine's labels, which come before kvoffload's labels.
-        engine_labels: the values of these labels, by the engine's number.
+        classes: for each metric class of the Prometheus client, the class to use instead, such as one of vLLM's.
+        label_names: the names of the engine's labels, which precede kvoffload's labels.
+        engine_labels: the values of the engine's labels, by the engine's number.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Families:
     def observe(self, payload: Mapping[str, Any], engine: int) -> None:
         """Add a message's changes to the metrics.
 
-        Unknown names and labels are ignored, so that a message of another version cannot stop the front end.
+        Unknown metrics, labels and engines are ignored, because the message may come from another version of kvoffload.
         """
         if engine not in self._engine_labels:
             return
@@ -79,7 +79,7 @@ class Families:
 
 
 def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ...]) -> object:
-    """Create a metric. It replaces any metric of the same name that this process exports."""
+    """Create a metric, and replace an earlier metric of the same name in the registry."""
     options: dict[str, object] = {
         "name": metric.name,
         "documentation": metric.help,
@@ -90,7 +90,7 @@ def _make(cls: Callable[..., object], metric: Metric, label_names: tuple[str, ..
     if metric.kind is Kind.HISTOGRAM:
         options["buckets"] = list(metric.buckets)
     if metric.name in _exported:
-        with suppress(KeyError):  # the metric is missing if the registry was cleared
+        with suppress(KeyError):  # raised if the registry was cleared
             REGISTRY.unregister(_exported.pop(metric.name))
     made = cls(**options)
     if isinstance(made, Counter | Gauge | Histogram):

@@ -1,11 +1,11 @@
 """The journal: keeps the last messages in memory for error reports, and optionally writes all messages to a file.
 
-The bus passes messages on in batches of 64, or at once if there is a file. The journal keeps messages in a ring in
-memory and turns them into text only when they are read.
+Without a file, the bus passes messages to the journal in batches of 64; with a file, one by one. The journal keeps
+messages in a ring buffer and turns a message into text only when the message is read.
 
-The file is written by a task on the observers' event loop. The task takes messages from a feed and writes them on a
-worker thread, so that neither the engine nor another observer waits for a disk. If the feed is full, lines are dropped,
-and the sequence numbers in the file have a gap. Each file begins with the provenance.
+A task on the observers' event loop takes messages from a feed and writes them to the file on a worker thread, so that
+neither the engine nor another observer waits for a disk. If the feed is full, lines are dropped, and the sequence
+numbers in the file have a gap. Each file begins with the provenance.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ from kvoffload.model.facts import DiskRestored, StepScheduled
 from kvoffload.telemetry.records import BEGUN, rotated, summary_of, to_plain
 
 _BATCH = 1024  # the maximum number of entries in one write
-# How many messages the bus passes on at once. A call for each message would be slower, because it would find cold
-# processor caches.
+# The number of messages in one call of `record`. One call per message would be slower: each call finds cold caches.
 _AT_A_TIME = 64
 _OWNERS = 0o600
 
 Entry = tuple[int, float, object]
-"""A line of the journal that is not yet text: its sequence number, its time and the message."""
+"""A line of the journal that is not yet text: the sequence number, the time in unix seconds and the message."""
 
 
 class Journal:
     """Keeps the last messages of one engine, and optionally writes all of them to a file.
 
     Args:
-        now: returns the time for a line, in unix seconds.
-        ring_size: how many messages are kept in memory.
+        now: returns the time in unix seconds.
+        ring_size: the number of messages to keep in memory.
         path: the file to append to; None for no file.
         max_bytes: the maximum size of the file and the rotated file together; None for no maximum.
-        provenance: the first line of each file; None for no such line.
-        on_failure: called with the error when the file cannot be written any more.
+        provenance: the content of each file's first line; None for no such line.
+        on_failure: called with the first error from writing the file.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -68,7 +67,7 @@ class Journal:
     ) -> None:
         self._now = now
         self._ring: deque[Entry] = deque(maxlen=ring_size)
-        # The batches that are not in the ring yet; the bus appends to this list.
+        # The bus appends to this list the batches that are not in the ring yet.
         self._young: list[Batch] = []
         head = _head(provenance, now()) if provenance else ""
         self._file = JournalFile(path, max_bytes, head) if path is not None else None
@@ -76,24 +75,29 @@ class Journal:
         self._on_failure = on_failure
 
     def subscribe(self, bus: Bus, capacity: int = 4096) -> None:
-        """Start to record facts and events. At most `capacity` lines wait to be written; more lines are dropped."""
+        """Start to record the bus's facts and events.
+
+        Args:
+            bus: the engine's bus.
+            capacity: the maximum number of lines that wait to be written. Further lines are dropped.
+        """
         if self._file is not None:
             self._feed = bus.observe("journal", capacity)
         self._young = bus.keep(self.record, self._now, _AT_A_TIME if self._file is None else 1)
 
     def tail(self, count: int) -> list[str]:
-        """Return the last `count` lines as text, the oldest first. Any thread may call this."""
-        # Copy the list before the ring. Then a message that moves to the ring in between is in both copies, and its
-        # number shows that it is a duplicate. In the other order, the message could be in neither copy.
+        """Return the last `count` lines as text, the oldest first. Any thread may call this method."""
+        # Copy the list before the ring. If a message moves to the ring in between, both copies have the message, and
+        # its number shows the duplicate. In the other order, neither copy might have the message.
         young, ring = list(self._young), self._ring.copy()
         last = ring[-1][0] if ring else 0
         _extend(ring, [entry for entry in _entries(young) if entry[0] > last])
         return [line_of(entry) for entry in list(ring)[-count:]] if count else []
 
     async def run(self) -> None:
-        """Write the file until the bus is closed. If there is no file, return at once.
+        """Write the file until the bus is closed. Without a file, return at once.
 
-        After a write error, the file is not written any more, but the journal in memory continues.
+        A write error ends this method, but the journal in memory continues.
         """
         if self._feed is None or self._file is None:
             return
@@ -118,7 +122,7 @@ class Journal:
 
 def _entries(batches: Iterable[Batch]) -> list[Entry]:
     return [
-        # Keep only a summary of `DiskRestored`, because these facts are as large as the disk tier's index.
+        # Keep only a summary of a `DiskRestored` fact, which is as large as the disk tier's index.
         (number, time, summary_of(message) if type(message) is DiskRestored else message)
         for before, time, batch in batches
         for number, message in enumerate(batch, before + 1)
@@ -126,7 +130,7 @@ def _entries(batches: Iterable[Batch]) -> list[Entry]:
 
 
 def _extend(ring: deque[Entry], entries: Iterable[Entry]) -> None:
-    """Append entries. Of consecutive idle steps, keep only the last, so that they do not push out older entries."""
+    """Append entries. Of consecutive idle steps, keep only the last, so that other entries stay in the ring longer."""
     before = ring[-1][2] if ring else None
     for entry in entries:
         message = entry[2]
@@ -156,23 +160,23 @@ def _head(provenance: Mapping[str, object], now: float) -> str:
 
 
 class JournalFile:
-    """A file of lines. Only its owner can read the file, and only one process writes it.
+    """A file of lines that only its owner can read, and only one process at a time can write.
 
-    Other users who may create files in the folder could make the file's name a link to another file. So symbolic links,
-    files with a second hard link, and files of other users are refused. If the file already exists and belongs to this
-    user, lines are appended, and other users lose access.
+    Another user with access to the folder could put a link in the file's place. So symbolic links, files with a second
+    hard link, and files of other users are refused. If the file exists and belongs to this process's user, the process
+    appends to the file and removes other users' access.
 
-    With a maximum size, there are two files of at most half that size. A full file is renamed to end in `.1`, and
-    replaces the earlier file of that name.
+    With a maximum size, there are two files of at most half the size each. A full file gets the suffix `.1`, and
+    replaces an earlier file with this suffix.
 
     Args:
         path: the file's path. Its folder must exist.
         max_bytes: the maximum size of the file and the rotated file together; None for no maximum.
-        head: the first line that this process writes into each file; empty for no such line.
+        head: the line that the process writes first into each file; empty for no such line.
 
     Raises:
         ConfigError: the file cannot be opened for writing, is a link, is not a regular file, belongs to another user,
-            or is already open in another process that writes it.
+            or is locked by another process.
     """
 
     def __init__(self, path: Path, max_bytes: int | None = None, head: str = "") -> None:
@@ -184,7 +188,7 @@ class JournalFile:
         self._has_head = not head
 
     def append(self, lines: Iterable[str]) -> None:
-        """Append lines to the file. If a line does not fit, begin a new file with it.
+        """Append lines to the file. If a line does not fit, rotate the file and write the line to the new file.
 
         Raises:
             OSError: the file cannot be written. Some of the lines may have been written.
@@ -200,15 +204,15 @@ class JournalFile:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file. This may be called more than once."""
-        with suppress(OSError):  # the error is ignored, because `append` has already raised it
+        """Close the file. Further calls have no effect."""
+        with suppress(OSError):  # `append` has already raised this error
             self._file.close()
 
     def _write(self, line: str) -> None:
         self._size += self._file.write(f"{line}\n".encode())
 
     def _rotate(self) -> None:
-        """Rename the full file and begin a new file. The full file stays locked until the new file is locked."""
+        """Rename the full file and begin a new file. Keep the full file locked until the new file is locked."""
         os.replace(self.path, rotated(self.path))
         file = _open(self.path)
         self._file.close()
@@ -233,7 +237,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _open_ours(name: str, flags: int) -> int:
-    """Open a file, but do not follow a link, and do not wait for a reader if the name is a pipe."""
+    """Open a file without following a link. If the name is a pipe, do not wait for a reader."""
     return os.open(name, flags | os.O_NONBLOCK | os.O_NOFOLLOW, _OWNERS)
 
 
@@ -247,7 +251,7 @@ def _claim(path: Path, descriptor: int) -> None:
         raise _unusable(path, "a file with a second name (a hard link)")
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.fchmod(descriptor, _OWNERS)  # the umask or earlier permissions may be different
+        os.fchmod(descriptor, _OWNERS)  # an existing file may have other permissions
     except BlockingIOError as error:
         raise _unusable(path, "another process writes it; give each its own") from error
     except OSError as error:

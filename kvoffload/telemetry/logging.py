@@ -1,4 +1,4 @@
-"""Logs rare events for operators. Events that may occur in every step are not logged."""
+"""Logs rare events for operators, such as failed copies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kvoffload.bus.bus import Bus
     from kvoffload.bus.feed import Feed
 
-QUIET_S = 10.0  # the minimum time between two warnings of the same kind
+QUIET_S = 10.0  # the minimum time between two log lines about the same kind of failure
 
 _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     JobAbandoned: ("error", "job_abandoned"),
@@ -52,7 +52,7 @@ _FAILURES = {
 
 
 class AtMostEvery:
-    """Allows at most one line for each key within `seconds`, and counts the lines that are held back.
+    """Allows one log line per key in each period of `seconds`, and counts the lines that must be held back.
 
     Args:
         seconds: the minimum time between two lines with the same key.
@@ -66,9 +66,9 @@ class AtMostEvery:
         self._held_back: dict[Hashable, int] = {}
 
     def due(self, key: Hashable) -> int | None:
-        """Return None if this line must be held back.
+        """Return None if the next line with the given key must be held back.
 
-        Otherwise return how many lines with this key were held back since the last line that was allowed.
+        Otherwise return the number of lines with the key that were held back since the last allowed line.
         """
         now = self._now()
         last = self._last.get(key)
@@ -83,7 +83,7 @@ class LogObserver:
     """Logs events from the feed that `subscribe` returns.
 
     Args:
-        now: the clock by which repeated warnings are held back, in seconds.
+        now: returns the time in seconds, by which repeated warnings are held back.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -94,7 +94,7 @@ class LogObserver:
     def subscribe(self, bus: Bus, capacity: int = 256) -> Feed[Event]:
         """Return a feed with the events to log.
 
-        The engine's thread selects the events, because waking another thread for each event would cost the engine more.
+        The engine's thread selects the events, because waking another thread for each event would take more time.
         """
         feed: Feed[Event] = bus.observe("log", capacity)
 
@@ -107,7 +107,7 @@ class LogObserver:
         return feed
 
     async def __call__(self, event: Event) -> None:
-        """Log an event, unless the same warning was logged a short time ago."""
+        """Log an event, unless it repeats a warning that must be held back."""
         level, name = _LOGGED[type(event)]
         keys = dict(summary_of(event).fields)
         match event:
@@ -132,12 +132,12 @@ class LogObserver:
 
 
 def log_removed(name: str, error: Exception) -> None:
-    """Log that an observer or a counter raised an exception and was removed."""
+    """Log that the bus removed an observer or a counter, because it raised an exception."""
     get_logger("bus").error("observer_removed", name=name, error=repr(error), exc_info=error)
 
 
 def log_spans_failed(warnings: AtMostEvery) -> None:
-    """Log that spans could not be sent, unless the same warning was logged a short time ago."""
+    """Log that the collector did not accept spans, unless `warnings` holds the line back."""
     held_back = warnings.due("spans")
     if held_back is not None:
         note = "is the collector at otlp_endpoint?"

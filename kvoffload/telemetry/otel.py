@@ -32,10 +32,10 @@ from kvoffload.model.causes import LoadOutcome
 from kvoffload.telemetry.timeline import Args, Track, What
 
 _SCOPE = "kvoffload"
-_REMEMBERED = 4096  # how many requests' contexts are kept, because a copy may end after its request
+_REMEMBERED = 4096  # the number of requests whose contexts are kept: a copy may end after its request
 _INSIDE = (What.QUEUED, What.COPY)
 _OUTER = (What.STORE, What.LOAD, What.SPILL, What.FETCH)
-# `CopyOutcome` has the same values for failures, so this set works for the outcomes of copies, too.
+# `CopyOutcome` has the same values for failures, so the set covers outcomes of loads and of copies.
 _FAILURES = {one.value for one in (LoadOutcome.FAILED, LoadOutcome.CORRUPT, LoadOutcome.ABANDONED)}
 
 
@@ -74,7 +74,7 @@ class SpanCanvas:
         span.end(_nanoseconds(at))
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
-        """Export a span. Spans of steps are not exported."""
+        """Export a span, unless it is a step's span."""
         if what is What.STEP:
             return
         context = self._outer if what in _INSIDE else self._context(track, args)
@@ -90,7 +90,7 @@ class SpanCanvas:
         span.end(_nanoseconds(end))
 
     def instant(self, track: Track, name: str, at: float, args: Args) -> None:
-        """Add an event to the open span on this track. If there is none, export a span of length zero."""
+        """Add an event to the track's open span. Without an open span, export a span of length zero."""
         attributes, when = _attributes(args), _nanoseconds(at)
         if (span := self._open.get(track)) is not None:
             span.add_event(name, attributes, when)
@@ -101,17 +101,17 @@ class SpanCanvas:
             alone.end(when)
 
     def _context(self, track: Track, args: Args) -> Context:
-        """Return the context of the span's request. It is empty for spans without a request, such as a store's span."""
+        """Return the context of the request on a track or in `args`; empty without a request, as for a store."""
         if (request := self._open.get(track)) is not None:
             return set_span_in_context(request, Context())
         return self._contexts.get(str(args.get("request")), Context())
 
 
 class OwnIds(IdGenerator):
-    """Generates ids with a random generator of its own.
+    """Generates span ids and trace ids with a separate random generator.
 
-    By default, the SDK uses the generator of the whole process, which engines seed. Then all engines would have the
-    same ids, and an engine that uses that generator would get different numbers if spans are on.
+    By default, the SDK uses Python's global generator, which engines seed. Then all engines would generate the same
+    ids, and spans would change the random numbers that an engine gets.
     """
 
     def __init__(self) -> None:
@@ -128,8 +128,8 @@ def make_tracer(about: Mapping[str, str | int], ended: SpanExporter) -> Tracer:
     """Return a tracer for one engine without changing global state.
 
     Args:
-        about: attributes of the engine. OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME take precedence over them.
-        ended: gets each sampled span when the span ends.
+        about: attributes of the engine. OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME take precedence.
+        ended: exports each sampled span when the span ends.
     """
     described = {
         "service.name": _SCOPE,

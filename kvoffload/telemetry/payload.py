@@ -1,8 +1,9 @@
-"""Messages for an engine's front end. A message has what changed in the metrics since the last one, in msgpack's types.
+"""Messages to an engine's front end. A message has the changes of the metrics since the last message.
 
     {metric: {labels: value}}        a counter's increase, a gauge's value, a histogram's samples [seconds, ..]
 
-`labels` are the label values of a series, joined by commas. The values come from enums, so they contain no commas.
+`labels` are the label values of a series, joined by commas. The label values come from enums and contain no commas. All
+values have types that msgpack supports.
 """
 
 from __future__ import annotations
@@ -18,36 +19,35 @@ Payload = dict[str, dict[str, Any]]
 
 _COMMA = ","
 _MIB = 1 << 20
-# The minimum time between two messages of a busy engine. Scrapes are rarer than this, and a message costs as much
-# time as planning several copies.
+# The minimum time between two messages of a busy engine. A message takes as much time as planning several copies, and
+# Prometheus scrapes less often than once a second.
 _APART_S = 1.0
 
 
 class Changes:
-    """Creates the messages of one engine. Use it on the thread that updates the engine's counters.
+    """Creates the messages of one engine. Use this class on the engine's thread.
 
-    An engine can have only one `Changes`, because `take` removes the samples from the counters. `take` makes two
-    comparisons if nothing has changed, and otherwise one comparison for each metric.
+    An engine can have only one `Changes`, because `take` removes the samples from the counters. If nothing has changed,
+    `take` makes two comparisons; otherwise one comparison for each metric.
 
     Args:
-        source: the scheduler's side whose counters and gauges are sent.
-        now: returns the time in seconds of the monotonic clock.
+        source: the scheduler side that has the metrics.
+        now: returns the monotonic clock's time in seconds.
     """
 
     def __init__(self, source: Source, now: Callable[[], float] = time.monotonic) -> None:
         self._source = source
         self.now = now
         self.next_s = now()
-        """The time at which a busy engine sends its next message. After that, hook times are sent even if nothing else
-        has changed."""
+        """The time at which a busy engine may send its next message."""
         self._changes = -1
         self._sent: dict[str, Mapping[Labels, Any]] = {}
         source.counters.keep_samples()
 
     def take(self) -> Payload | None:
-        """Return what has changed since the last call; None if nothing has. The first call returns all gauges.
+        """Return the changes since the last call; None if nothing has changed. The first call returns all gauges.
 
-        Every step adds hook times. So hook times count as a change only if a second has passed since the last message.
+        Because every step adds hook times, they count as a change only a second after the last message.
         """
         counters, now = self._source.counters, self.now()
         if counters.changes == self._changes and now < self.next_s:
@@ -61,7 +61,7 @@ class Changes:
         return payload or None
 
     def _changed(self, metric: Metric, series: Mapping[Labels, Any]) -> Mapping[Labels, Any]:
-        """Return by how much each series of a counter has increased, or a gauge's new values."""
+        """Return a counter's increases or a gauge's new values, by label values, without unchanged series."""
         sent = self._sent.get(metric.name, {})
         if series == sent:
             return {}
@@ -71,7 +71,7 @@ class Changes:
                 for labels, now in series.items()
                 if now != sent.get(labels, 0)
             }
-        else:  # if the gauge no longer has a series, send 0 for it, as a scrape would show
+        else:  # a series that the gauge no longer has counts as 0, as in a scrape
             series = {**dict.fromkeys(sent, 0), **series}
             changed = {labels: now for labels, now in series.items() if now != sent.get(labels)}
         self._sent[metric.name] = {**sent, **series}
@@ -83,16 +83,16 @@ def split_labels(joined: str) -> tuple[str, ...]:
 
 
 def merge(payload: Payload, later: Mapping[str, Any]) -> None:
-    """Add a later message to `payload`. Counters are added up, samples are appended, and gauges are replaced.
+    """Add a later message to `payload`: add up counters, append samples, and replace gauges.
 
-    `later` is not changed. Metrics that this version does not know are left out.
+    Metrics that the catalogue does not have are left out. `later` stays unchanged.
     """
     for metric, joined, value in entries(later):
         series = payload.setdefault(metric.name, {})
         if metric.kind is Kind.GAUGE or joined not in series:
             series[joined] = value
         else:
-            series[joined] = series[joined] + value  # adds numbers, and concatenates lists of samples
+            series[joined] = series[joined] + value  # `+=` would change a list that `later` may own
 
 
 def summarize(payload: Mapping[str, Any]) -> dict[str, int | float]:
@@ -113,7 +113,7 @@ def summarize(payload: Mapping[str, Any]) -> dict[str, int | float]:
 
 
 def entries(payload: Mapping[str, Any]) -> Iterator[tuple[Metric, str, Any]]:
-    """Yield the metric, the joined labels and the value of each series in a message. Unknown metrics are left out."""
+    """Yield the metric, the joined labels and the value of each series in a message, without unknown metrics."""
     for name, series in payload.items():
         if (metric := BY_NAME.get(name)) is not None:
             for joined, value in series.items():
@@ -125,6 +125,6 @@ def _count(payload: Mapping[str, Any], name: str, joined: str) -> int:
 
 
 def _total(payload: Mapping[str, Any], name: str, first: str = "") -> int:
-    """Return the sum of a counter's series whose joined labels begin with `first`."""
+    """Return the sum of all series of a counter whose joined labels begin with `first`."""
     series = payload.get(name, {})
     return int(sum(value for joined, value in series.items() if joined.startswith(first)))

@@ -1,7 +1,6 @@
 """The provenance of results: version, engine, model, settings, sizes, machine and time.
 
-Journals, traces, reports, JSON output and bench results contain it. So a file alone is enough to know what ran and
-where.
+Journals, traces, reports, JSON output and bench results contain the provenance.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ Provenance = dict[str, object]
 def describe_run(
     identity: EngineIdentity, shape: EngineShape, config: OffloadConfig, unix_s: float
 ) -> Provenance:
-    """Return the provenance of an engine's run."""
+    """Return the provenance of a run of an engine that began at the time `unix_s`, in unix seconds."""
     return {
         **describe_process(unix_s),
         "engine": msgspec.to_builtins(identity),
-        "settings": msgspec.to_builtins(config, enc_hook=str),  # `enc_hook` turns paths into text
+        "settings": msgspec.to_builtins(config, enc_hook=str),  # `enc_hook` converts paths
         "ranks": shape.ranks,
         "device_blocks": shape.device_blocks,
         "groups": [f"{group.kind.value}, {group.block_tokens} tokens a block" for group in shape.groups],
@@ -39,7 +38,7 @@ def describe_run(
 
 
 def describe_process(unix_s: float) -> Provenance:
-    """Return the provenance that is known without an engine: kvoffload's version, the time, process and machine."""
+    """Return the provenance without an engine: kvoffload's version, the time, the process and the machine."""
     return {
         "kvoffload": kvoffload.__version__,
         "began": datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="seconds"),
@@ -50,7 +49,7 @@ def describe_process(unix_s: float) -> Provenance:
 
 
 def describe_machine() -> Provenance:
-    """Return the processor, the memory and Python's version."""
+    """Return the machine's processor, cores and memory, and Python's version."""
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -67,7 +66,7 @@ def info_labels(identity: EngineIdentity, config: OffloadConfig) -> Labels:
 
 
 def as_line(provenance: Mapping[str, object]) -> str:
-    """Return a line with the most important values: what ran, where and when."""
+    """Return one line with the versions, the model, the machine and the time from a provenance."""
     engine = provenance.get("engine")
     named = []
     if isinstance(engine, dict):

@@ -1,7 +1,8 @@
 """The format of the journal's lines, and a reader of journal files.
 
-Lines never contain the content of requests. Bytes are written as their length, and collections as their length unless
-they contain request ids or slots. All other fields are ids, counts, enums, numbers, or text without bytes literals.
+Lines never contain the content of requests. A line has only the length of each bytes field, and only the length of each
+collection that does not contain request ids or slots. All other fields are ids, counts, enums, numbers, or text from
+which the content of bytes literals is removed.
 """
 
 from __future__ import annotations
@@ -39,14 +40,13 @@ Write = Callable[[Any], object]
 
 
 class Summary(Message, frozen=True):
-    """A message as the name of its class and its fields. The fields are JSON values."""
+    """A message's class name, and its fields as JSON values."""
 
     name: str
     fields: Mapping[str, object]
 
 
 def summary_of(message: Any) -> Summary:  # noqa: ANN401  # any message class
-    """Return the name of a message's class, and its fields as JSON values."""
     if isinstance(message, Summary):
         return message
     fields = asdict(message)
@@ -56,21 +56,21 @@ def summary_of(message: Any) -> Summary:  # noqa: ANN401  # any message class
 
 
 def to_plain(message: object) -> dict[str, object]:
-    """Return a message's name and fields in the form that a journal's line has."""
+    """Return a message's class name and fields as one dictionary, as in a journal's line."""
     summary = summary_of(message)
     return {"event": summary.name, **summary.fields}
 
 
 @cache
 def _writers(cls: type[Message]) -> dict[str, Write]:
-    """Return, by the field's name, the functions that convert a message's fields before they are written."""
+    """Return, by field name, the functions that convert the fields of a message class to JSON values."""
     hints = typing.get_type_hints(cls)
     written = {name: _writer(hints[name]) for name in cls.__struct_fields__}
     return {name: write for name, write in written.items() if write is not None}
 
 
 def _writer(hint: Any) -> Write | None:  # noqa: ANN401  # any annotation
-    """Return the function that converts fields of this type; None if such fields are written unchanged."""
+    """Return the function that converts fields of the given type; None if the values are JSON values already."""
     args = typing.get_args(hint)
     if NoneType in args:
         present, _ = args
@@ -96,16 +96,16 @@ def _lengths(groups: Iterable[Sized]) -> list[int]:
 
 
 def scrub(text: str) -> str:
-    """Return a text without the content of bytes literals, and cut off if it is long."""
+    """Replace bytes literals in a string, and cut the string after 500 characters."""
     return _BYTES_LITERAL.sub("b'...'", text)[:_TEXT_CHARACTERS]
 
 
-# Fields of type `str` are free text, because ids have types of their own.
+# Fields of type `str` are free text, because every kind of id has its own type.
 _WRITERS: dict[object, Write | None] = {bytes: len, str: scrub, int: None, float: None, bool: None}
 
 
 class _ReadOfFacts(msgspec.Struct):
-    """The fields of facts that readers of a journal use."""
+    """The fact fields that the commands for journals use. Reading a line checks their types."""
 
     request: str = ""
     job: int = 0
@@ -120,7 +120,7 @@ _EVENTS = {cls.__name__: cls for cls in Event.__subclasses__()}
 BEGUN = "JournalBegun"
 """The event name in the first line of each file. This line contains the provenance."""
 
-_LONGEST_LINE = 1 << 24  # in bytes; a line with all slots of a large host memory has a few hundred thousand
+_LONGEST_LINE = 1 << 24  # in bytes; the slots of a large host memory take a few hundred thousand bytes
 _END_OF_TIME = 1e11  # in unix seconds: the year 5138
 _TAIL_BYTES = 1 << 20
 _START = re.compile(rb'\{"seq": ?\d+, ?"t": ?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?), ?"event": ?"(\w+)"')
@@ -143,8 +143,8 @@ class Record:
     """One line of a journal's file.
 
     Args:
-        sequence: the line's number. If numbers are missing, lines were dropped.
-        time: the time in unix seconds, by the writer's clock.
+        sequence: the line's number. Missing numbers belong to dropped lines.
+        time: the time in unix seconds, by the clock of the process that wrote the line.
         message: an event, or the summary of a fact.
     """
 
@@ -154,12 +154,12 @@ class Record:
 
 
 class JournalError(KVOffloadError):
-    """Raised when a journal's file cannot be read.
+    """Raised if a journal's file cannot be read.
 
     Args:
         path: the file's path.
         line: the number of the line that cannot be read; 0 if the file cannot be opened.
-        problem: why the line or the file cannot be read.
+        problem: the reason why the line or the file cannot be read.
     """
 
     def __init__(self, path: Path, line: int, problem: str) -> None:
@@ -171,11 +171,11 @@ class JournalError(KVOffloadError):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Selects which lines of a journal to read. By default, all lines are read.
+    """A selection of a journal's lines; by default all lines.
 
     Args:
-        since, until: times in unix seconds. Lines before `since` or after `until` are skipped.
-        request: the request whose lines to read, including those of its loads; None for all lines.
+        since, until: the times of the first and the last line, in unix seconds.
+        request: the request whose lines to select, including the lines of the request's loads; None for all requests.
     """
 
     since: float = -math.inf
@@ -189,9 +189,9 @@ def read_journal(
     """Yield the lines of a journal's files, the oldest line first.
 
     Args:
-        path: the journal's file. If there is a rotated file, it is read first.
-        part: which lines to read.
-        on_begun: called with the provenance when a file's first line is read.
+        path: the journal's file. If a rotated file exists, its lines come first.
+        part: the lines to read; by default all lines.
+        on_begun: called with the provenance in each file's first line.
 
     Raises:
         JournalError: a file cannot be opened, or a line does not have the journal's format.
@@ -202,7 +202,7 @@ def read_journal(
 
 
 def rotated(path: Path) -> Path:
-    """Return the path to which a full journal file is renamed."""
+    """Return the path of the rotated file, which is the name of a journal file after it was full."""
     return Path(f"{path}.1")
 
 
@@ -219,9 +219,9 @@ def last_time(path: Path) -> float | None:
         JournalError: the file cannot be opened.
     """
     latest = -math.inf
-    # Errors are ignored here, because they mean that a gzip file is truncated.
+    # A truncated gzip file raises these errors after its last complete line.
     with _open(path) as file, suppress(OSError, EOFError, zlib.error):
-        if not isinstance(file, gzip.GzipFile):  # a plain file need only be read near its end
+        if not isinstance(file, gzip.GzipFile):  # seeking in a gzip file takes as long as reading it
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
         while (line := file.readline(_LONGEST_LINE)).endswith(b"\n"):
             found = _START.match(line)
@@ -248,7 +248,7 @@ def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
                 if not (line := file.readline(_LONGEST_LINE)):
                     return
                 record = _parse(line, part, on_begun)
-            # A line may contain anything, even JSON that is nested too deep for the parser.
+            # A line may have any content, even JSON that is nested too deep for the parser.
             except (ValueError, RecursionError, OSError, EOFError, zlib.error) as error:
                 raise JournalError(path, number, str(error)) from error
             if record is not None:
@@ -256,7 +256,7 @@ def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
 
 
 def _parse(line: bytes, part: Part, on_begun: OnBegun) -> Record | None:
-    """Return the record of a line. Return None for a file's first line and for lines that `part` does not select."""
+    """Return the record in a line, or None for a file's first line and for lines that `part` does not select."""
     found = _START.match(line)
     if found is not None and found[2] != BEGUN.encode() and not part.since <= float(found[1]) <= part.until:
         return None
@@ -265,7 +265,7 @@ def _parse(line: bytes, part: Part, on_begun: OnBegun) -> Record | None:
         raise ValueError(
             "the line is longer than any" if long else "the line is cut off: its writer stopped in the middle"
         )
-    try:  # not msgspec, because it refuses lone surrogates, which stand for bytes that are not UTF-8
+    try:  # msgspec would refuse lone surrogates, which represent bytes that are not UTF-8
         values = json.loads(line, parse_constant=_finite, parse_float=_finite)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
@@ -288,11 +288,11 @@ def _finite(text: str) -> float:
 
 
 def _of_request(records: Iterator[Record], request: str) -> Iterator[Record]:
-    """Yield the lines of a request and its loads. They get new numbers without gaps."""
+    """Yield the records of a request and its loads, with new sequence numbers without gaps."""
     jobs: set[object] = set()
     before = number = 0
     for record in records:
-        if record.sequence <= before:  # from this line on, another process wrote the journal
+        if record.sequence <= before:  # another process wrote this record and later ones
             number = 0
             jobs.clear()
         before = record.sequence

@@ -1,8 +1,8 @@
 """Sends an engine's timeline to a collector as OpenTelemetry spans.
 
-The engine's thread puts messages into a feed; another thread makes the spans and sends them. If the collector does not
-answer, the feed becomes full, and more messages are dropped and counted. The engine is not slowed. After messages were
-dropped, every open span ends as "unfinished", because a dropped message may have ended it.
+The engine's thread puts messages into a feed. Another thread makes spans from the messages and sends the spans. If the
+collector does not answer, the feed fills up, and further messages are dropped and counted, so the engine does not wait.
+After dropped messages, every open span ends as "unfinished", because the dropped messages may include its end.
 """
 
 from __future__ import annotations
@@ -37,7 +37,14 @@ _FACTS = (facts.RequestSeen, facts.BlocksAllocated, facts.StepScheduled, facts.R
 
 
 class Entry(NamedTuple):
-    """A message in the feed. If the message is about a new request, `trace_parent` is the request's parent span."""
+    """A message in the feed.
+
+    Args:
+        sequence: the message's number. Missing numbers belong to dropped messages.
+        time: the time in unix seconds.
+        message: the fact or event.
+        trace_parent: the W3C `traceparent` of the new request in a `RequestSeen` fact; otherwise None.
+    """
 
     sequence: int
     time: float
@@ -49,7 +56,7 @@ class SpanObserver:
     """Sends the spans of one engine.
 
     Args:
-        exporter: sends the spans. It is shut down when this observer ends.
+        exporter: sends the spans. `run` shuts the exporter down at its end.
         about: attributes that describe the engine.
         now: returns the time in unix seconds.
     """
@@ -74,8 +81,8 @@ class SpanObserver:
 
         Args:
             bus: the engine's bus.
-            on_failure: called, on the executor's thread, for each batch of spans that could not be sent.
-            capacity: how many messages may wait in the feed. More messages are dropped.
+            on_failure: called on the executor's thread for each batch of spans that the collector did not accept.
+            capacity: the maximum number of messages in the feed. Further messages are dropped.
         """
         self._on_failure = on_failure
         self._feed = bus.observe(NAME, capacity)
@@ -84,11 +91,11 @@ class SpanObserver:
             bus.count(cls, self._offer)
 
     async def run(self, executor: Executor, on_removed: Callable[[str, Exception], object]) -> None:
-        """Make and send spans until the bus is closed. If the exporter raises, this observer stops.
+        """Make and send spans until the bus is closed, or until the exporter raises an exception.
 
         Args:
             executor: runs the exporter, which may block a thread.
-            on_removed: called with this observer's name and the exporter's exception.
+            on_removed: called with the observer's name and the exporter's exception.
         """
         assert self._feed is not None, "subscribe() comes first"
         loop = asyncio.get_running_loop()
@@ -106,7 +113,7 @@ class SpanObserver:
     # -- on the engine's thread -------------------------------------------------------------------------------------
 
     def expect(self, trace_parent: str | None) -> None:
-        """Set the parent of the next request's span. Call this on the engine's thread before each `RequestSeen`."""
+        """Set the parent of the next request's span. Call this method on the engine's thread before a `RequestSeen`."""
         self._next_parent = trace_parent
 
     def _offer(self, message: object) -> None:
@@ -141,9 +148,9 @@ class SpanObserver:
 
 
 def endpoint_of(config: OffloadConfig) -> str | None:
-    """Return the collector's URL from `otlp_endpoint` or, if that is not set, from the environment; None without a URL.
+    """Return the collector's URL from `otlp_endpoint` or, without this setting, from the environment.
 
-    The environment variable may be meant for other programs, so it is used only if the extra `otel` is installed.
+    The environment variable may be meant for other programs, so it counts only if the extra `otel` is installed.
     """
     if config.otlp_endpoint is not None or not (named := os.environ.get(_VARIABLE)):
         return config.otlp_endpoint
@@ -172,7 +179,7 @@ def make_spans(config: OffloadConfig, shape: EngineShape, now: Callable[[], floa
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
-    """Return an exporter to this collector. The exporter sends nothing before it gets spans.
+    """Return an exporter to the collector at a URL. The exporter does not connect before it has spans to send.
 
     The protocol comes from OTEL_EXPORTER_OTLP_TRACES_PROTOCOL or OTEL_EXPORTER_OTLP_PROTOCOL. Headers, timeouts,
     compression and certificates also come from environment variables.
@@ -203,7 +210,7 @@ def make_exporter(endpoint: str) -> SpanExporter:
 
 
 def check_exporter(config: OffloadConfig) -> None:
-    """If a collector is configured, check that spans can be sent to it.
+    """If the settings or the environment name a collector, check that kvoffload can create an exporter.
 
     Raises:
         ConfigError: the extra `otel` is not installed, or an environment variable names an unknown protocol.

@@ -2,8 +2,8 @@
 
 The output is a trace file for Perfetto and chrome://tracing, or OpenTelemetry spans.
 
-A rank's report says how long a copy was queued and how long it ran, but not when it started. So the copy is drawn as
-if it was submitted when its job was scheduled. Its span also includes the time until the report arrived.
+A rank's report has the durations of a copy's wait in the queue and of the copy, but no start time. So a copy's span
+begins when the job was scheduled, and ends when the report arrived.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class What(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """A line in the timeline. Lines with the same `group` are shown together, sorted by `order` and `row`."""
+    """A line in the timeline. Viewers show lines with the same `group` together, sorted by `order` and `row`."""
 
     group: str
     order: int
@@ -47,31 +47,30 @@ class Track:
 
     @property
     def name(self) -> str:
-        """The line's label."""
         return self.lane if not self.row else f"{self.lane} {self.row + 1}"
 
 
 class Canvas(Protocol):
-    """What a timeline is drawn on: a trace file, or spans for a collector. Times are unix seconds."""
+    """The output of a timeline: a trace file, or spans for a collector. Times are unix seconds."""
 
     def begin(self, track: Track, request: str, at: float) -> None:
-        """Record that a request begins on this line."""
+        """Record that a request begins on a line of the timeline."""
 
     def end(self, track: Track, at: float, how: str) -> None:
-        """Record that the request on this line ends."""
+        """Record that the request on a line of the timeline ends."""
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
-        """Draw a span. The spans that it contains are drawn after it, on the same line."""
+        """Draw a span. After an outer span, the caller draws the inner spans on the same line."""
 
     def instant(self, track: Track, name: str, at: float, args: Args) -> None:
-        """Draw an event that has no duration."""
+        """Draw an event without a duration."""
 
 
 class Trace:
-    """A `Canvas` that writes each trace event at once, because journals may be large.
+    """A `Canvas` that writes a trace file. It writes each trace event at once, because journals may be large.
 
     Args:
-        write: appends a text to the file.
+        write: appends a string to the file.
         origin: the time at which the trace begins, in unix seconds.
     """
 
@@ -83,22 +82,20 @@ class Trace:
         self._separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
 
     def close(self, provenance: Args) -> None:
-        """Write the end of the file, with the provenance, which viewers show as metadata."""
+        """Write the end of the file, with a provenance, which viewers show as metadata."""
         self._write(f'\n],"otherData":{json.dumps(provenance, separators=(",", ":"))}}}\n')
 
     def begin(self, track: Track, request: str, at: float) -> None:
-        """Draw nothing, because the request's spans show when the request begins."""
+        """Draw nothing: the request's first span shows when the request begins."""
 
     def end(self, track: Track, at: float, how: str) -> None:
-        """Draw nothing, because the request's spans show when the request ends."""
+        """Draw nothing: the request's last span shows when the request ends."""
 
     def span(self, track: Track, what: What, title: str, start: float, end: float, args: Args) -> None:
-        """Draw a span."""
         length = max(round(self._microseconds(end) - self._microseconds(start), 3), 0)
         self._draw(track, {"ph": "X", "name": title, "dur": length}, start, args)
 
     def instant(self, track: Track, name: str, at: float, args: Args) -> None:
-        """Draw an event that has no duration."""
         self._draw(track, {"ph": "i", "name": name, "s": "t"}, at, args)
 
     def _draw(self, track: Track, event: dict[str, object], at: float, args: Args) -> None:
@@ -108,7 +105,7 @@ class Trace:
         self._emit({**event, **where, "ts": self._microseconds(at), "args": args})
 
     def _name(self, track: Track) -> None:
-        """Write a line's name and order. This is called when the line is first used."""
+        """Write the name and order of a line of the timeline, before the line's first event."""
         if track.group not in self._groups:
             self._groups[track.group] = len(self._groups) + 1
             self._describe("process", track, 0, track.group, track.order)
@@ -155,7 +152,7 @@ _NOTED: dict[type[events.Event], Track] = {
     events.FactRejected: NOTES,
     events.OffloadingDegraded: NOTES,
 }
-_JOBS = 4096  # how many jobs are remembered; older jobs are drawn only from their reports
+_JOBS = 4096  # the number of jobs to remember; older jobs are drawn only from the ranks' reports
 
 Scheduled = events.StoreScheduled | events.LoadScheduled | events.TierCopyScheduled
 Moment = events.HitPinned | events.HitDropped | events.LookupDeferred | events.FirstTokenReached
@@ -167,7 +164,7 @@ def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[]
     Args:
         records: the journal's lines; there must be at least one.
         file: the file to write.
-        provenance: returns the provenance. It is called after all lines were read.
+        provenance: returns the provenance, and is called after all lines have been read.
     """
     timeline = None
     for record in records:
@@ -185,13 +182,13 @@ def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[]
 
 
 class Rows:
-    """Puts overlapping spans of a lane into different rows, because spans in one row may be nested but not overlap."""
+    """Assigns overlapping spans of a lane to different rows, because two spans in a row must be nested or disjoint."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, str], list[tuple[float, int]]] = {}  # for each lane, a heap of (end, row)
 
     def place(self, group: str, lane: str, start: float, end: float) -> int:
-        """Return a row of this lane that is free at `start`, and reserve the row until `end`."""
+        """Return a row of the lane that is free at the time `start`, and reserve the row until `end`."""
         ends = self._ends.setdefault((group, lane), [])
         if not ends or ends[0][0] > start:
             heapq.heappush(ends, (end, row := len(ends)))
@@ -211,19 +208,19 @@ class _Request:
 
 
 class Timeline:
-    """Draws the timeline of one process. It uses a limited amount of memory, so it can also follow a running engine.
+    """Draws the timeline of one process, in bounded memory, so that it can also follow a running engine.
 
     Args:
-        canvas: what to draw on.
+        canvas: the output.
     """
 
     def __init__(self, canvas: Canvas) -> None:
         self.sequence = 0
         self._canvas = canvas
-        self._rows = Rows()  # the rows for the ranks' copies
+        self._rows = Rows()  # the rows of the ranks' lanes
         self._time = 0.0
         self._step: tuple[float, Args] | None = None
-        # For each job: when it was scheduled, its number of blocks, and its request.
+        # For each job: the time at which it was scheduled, the number of blocks, and the request of a load.
         self._jobs: dict[JobId, tuple[float, int, RequestId | None]] = {}
         self._requests: dict[RequestId, _Request] = {}
         self._free_rows: list[int] = []  # a heap of the rows that no request uses
@@ -252,7 +249,7 @@ class Timeline:
         self._time = at
 
     def close(self) -> None:
-        """Draw all open steps and requests as if they ended with the last record."""
+        """Draw the open step and all open requests as if they ended with the last record."""
         self._end_step(self._time)
         for name in list(self._requests):
             self._end(name, self._time, "unfinished")
@@ -264,7 +261,7 @@ class Timeline:
         match fact.name:
             case "RequestSeen":
                 if not self._requests:
-                    self._end_step(self._time)  # after the last record, the engine was idle
+                    self._end_step(self._time)  # the engine has been idle since the last record
                 self._begin(name, at)
             case "BlocksAllocated":
                 self._find(name, at).runs_since = at
@@ -279,7 +276,7 @@ class Timeline:
             self._end_step(at)
 
     def _end_step(self, at: float) -> None:
-        """If a step is open, end it at this time and draw it."""
+        """Draw the open step, if there is one, with its end at the time `at`."""
         if self._step is not None:
             start, fields = self._step
             self._canvas.span(STEPS, What.STEP, f"step {fields.get('step')}", start, at, fields)
@@ -296,11 +293,11 @@ class Timeline:
         return request
 
     def _find(self, name: RequestId, at: float) -> _Request:
-        """Return the request of this name. If its arrival is not in the journal, it begins at this time."""
+        """Return a request. If the journal lacks the request's arrival, the request begins at the time `at`."""
         return self._requests.get(name) or self._begin(name, at)
 
     def _stop(self, name: RequestId, at: float, how: str) -> None:
-        """Draw a request's run up to this time. A preempted request then waits again."""
+        """Draw a request's run or lookup, which ends at the time `at`."""
         request = self._requests.get(name)
         if request is None:
             return
@@ -326,14 +323,14 @@ class Timeline:
         self._canvas.instant(track, type(event).__name__, at, summary_of(event).fields)
 
     def _on_first_token(self, at: float, event: events.FirstTokenReached) -> None:
-        # If a request generates only one token, it has already ended here.
+        # A request that generates only one token has already ended.
         if event.request in self._requests:
             self._on_instant(at, event)
 
     def _on_answered(self, at: float, event: events.LookupAnswered) -> None:
         request = self._find(event.request, at)
         if request.waits_since is not None:
-            # The allocation may be recorded before this event, and spans in a row must not overlap.
+            # The journal may have the allocation before the answer, but the lookup's span must not overlap the run's.
             end = at if request.runs_since is None else request.runs_since
             self._canvas.span(
                 request.track, What.LOOKUP, "lookup", request.waits_since, end, summary_of(event).fields
@@ -342,7 +339,7 @@ class Timeline:
 
     def _on_load_ended(self, at: float, event: events.LoadEnded) -> None:
         request = self._requests.get(event.request)
-        # A partly corrupt load emits this event twice; only the first event counts.
+        # A partly corrupt load emits two `LoadEnded` events, of which only the first counts.
         if request is not None and event.job in request.loads:
             self._loaded(request, event.job, at, event.outcome.value)
 
@@ -351,7 +348,7 @@ class Timeline:
         args = {"job": job, "tokens": tokens, "outcome": outcome}
         self._canvas.span(request.track, What.LOAD_WAIT, "waits for load", start, at, args)
 
-    # -- copies, and events that belong to no request -----------------------------------------------------------------
+    # -- copies, and events without a request -------------------------------------------------------------------------
 
     def _on_scheduled(self, at: float, event: Scheduled) -> None:
         if len(self._jobs) >= _JOBS:

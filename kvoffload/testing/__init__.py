@@ -1,4 +1,4 @@
-"""Fakes for tests of kvoffload. The test controls time, copies and device memory.
+"""Fakes with which tests of kvoffload control time, copies and device memory.
 
 clock = FakeClock()                        await clock.advance(0.01)
 copier = GatedCopier()                     copier.tickets[0].finish()   .fail()   .tear()   .corrupt()

@@ -8,12 +8,12 @@ import itertools
 
 from anyio import wait_all_tasks_blocked
 
-# A woken task rarely needs more turns of the loop; after these turns, anyio's check sleeps for 0.1 s.
+# A woken task rarely needs more turns of the loop. Fewer turns would cost time, because anyio's check may sleep 0.1 s.
 _YIELDS = 16
 
 
 class FakeClock:
-    """A clock that stands still until `advance` or `jump` is called.
+    """A clock that stands still until a test calls `advance` or `jump`.
 
     Coroutines of one asyncio loop can sleep on the clock, and any thread may read it.
     """
@@ -28,7 +28,7 @@ class FakeClock:
 
     @property
     def sleepers(self) -> int:
-        """The number of coroutines that are sleeping on this clock."""
+        """The number of coroutines that are sleeping on the clock."""
         return sum(not future.done() for _, _, future in self._sleepers)
 
     async def sleep(self, seconds: float) -> None:
@@ -40,7 +40,7 @@ class FakeClock:
         await future
 
     async def advance(self, seconds: float) -> None:
-        """Let `seconds` pass. Each sleeper wakes at its time, and all tasks then run until they wait again."""
+        """Advance the clock. Each sleeper wakes at its time, and then all tasks run until they wait again."""
         end = self._now + seconds
         await wait_all_blocked()
         while self._sleepers and self._sleepers[0][0] <= end:
@@ -50,18 +50,18 @@ class FakeClock:
         self._now = end
 
     def jump(self, seconds: float) -> None:
-        """Let `seconds` pass without waking sleepers. Use this for code that only reads the clock."""
+        """Advance the clock without waking sleepers, for tests of code that only reads the clock."""
         self._now += seconds
 
     def _wake_due(self) -> None:
         while self._sleepers and self._sleepers[0][0] <= self._now:
             _, _, future = heapq.heappop(self._sleepers)
-            if not future.done():  # a cancelled sleeper is still in the heap
+            if not future.done():  # a cancelled sleeper stays in the heap
                 future.set_result(None)
 
 
 async def wait_all_blocked() -> None:
-    """Return when all other tasks of the loop are waiting for something."""
+    """Wait until all other tasks of the asyncio loop are waiting."""
     for _ in range(_YIELDS):
         await asyncio.sleep(0)
     await wait_all_tasks_blocked()

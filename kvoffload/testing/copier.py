@@ -1,4 +1,4 @@
-"""A copier whose batches stay open until the test ends them, with success or failure."""
+"""A copier whose batches stay open until the test decides whether they succeed or fail."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class GatedTicket:
-    """A batch of copies. It stays open until the test ends it.
+    """A batch of copies that stays open until the test ends it.
 
     Args:
         direction: the direction of the copies.
-        runs: the copies in the batch.
+        runs: the source, target and size of each copy.
         fences: the fences for which the batch must wait.
     """
 
@@ -70,11 +70,10 @@ class GatedTicket:
 
 
 class GatedCopier:
-    """Copies between addresses in host memory. A batch is copied when the test finishes the batch's ticket.
+    """A copier between addresses in host memory. It copies a batch when the test finishes the batch's ticket.
 
     Args:
-        held: whether batches stay open. If False, each batch is finished as soon as it is submitted, until `hold` is
-            called.
+        held: False to finish each batch at once when it is submitted. `hold` and `release` change this later.
     """
 
     def __init__(self, *, held: bool = True) -> None:
@@ -95,17 +94,17 @@ class GatedCopier:
         return [ticket for ticket in self.tickets if ticket.is_open]
 
     def release(self) -> None:
-        """Finish all open batches. From now on, also finish each new batch as soon as it is submitted."""
+        """Finish all open batches. From now on, finish each new batch at once when it is submitted."""
         self._held = False
         for ticket in self.open_tickets:
             ticket.finish()
 
     def hold(self) -> None:
-        """Keep new batches open until the test ends them."""
+        """From now on, keep each new batch open until the test ends it."""
         self._held = True
 
     def refuse_submit(self, error: Exception) -> None:
-        """Make the next call of `submit` raise `error`, so that it starts nothing."""
+        """Make the next call of `submit` raise `error` instead of starting copies."""
         self._submit_errors.append(error)
 
     def refuse_fence(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Fake device memory for tests. Its bytes are in host memory."""
+"""Fake device memory for tests, which is in host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FakeDevice:
 
     Args:
         blocks: the number of blocks.
-        pages: for each region, the size of a block's page in bytes.
+        pages: for each region, the size of a page in bytes. A block has one page in each region.
         padding: for each region, the number of bytes between the pages of neighbouring blocks; by default 0.
         seed: the seed of the random bytes.
     """
@@ -40,13 +40,13 @@ class FakeDevice:
         )
 
     def read(self, block: int) -> bytes:
-        """Return a block's bytes, joined over all regions in order."""
+        """Return a block's pages from all regions, joined in the order of the regions."""
         return b"".join(
             array[block, :page].tobytes() for array, page in zip(self._arrays, self._pages, strict=True)
         )
 
     def write(self, block: int, data: bytes) -> None:
-        """Overwrite a block's bytes. `data` contains the bytes of all regions in order."""
+        """Overwrite a block. `data` has the block's pages for all regions, joined in the order of the regions."""
         rest = np.frombuffer(data, np.uint8)
         for array, page in zip(self._arrays, self._pages, strict=True):
             array[block, :page], rest = rest[:page], rest[page:]

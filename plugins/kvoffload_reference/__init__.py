@@ -1,1 +1,1 @@
-"""Adapter for the reference engine: translates the engine's hooks into facts and decides nothing."""
+"""Adapter for the reference engine: translates the engine's hooks into facts."""

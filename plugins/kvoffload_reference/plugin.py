@@ -1,4 +1,4 @@
-"""The reference engine's plugin: makes the scheduler's side and each rank's worker side."""
+"""The reference engine's plugin: creates the scheduler side and each rank's worker side."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class ReferencePlugin:
     The engine must call `scheduler_side` before `worker_side`.
 
     Args:
-        portal: runs the background work; by default a new portal. The portal is closed when the engine shuts down.
-        clocks: the clocks that the scheduler's side reads; by default the real clocks.
+        portal: runs the background work, and is closed when the engine shuts down; by default a new portal.
+        clocks: the clocks that the scheduler side reads; by default the real clocks.
         clock: the clock that the transfer coroutines read; by default the real clock.
         make_copier: makes each rank's copier; by default a copier for the engine's device.
-        promises: what the engine promises to kvoffload; by default everything, which the reference engine keeps.
+        promises: the engine's promises; by default all promises, which the reference engine keeps.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ReferencePlugin:
         self.workers: list[WorkerSide] = []
 
     def scheduler_side(self, engine: EngineFacts) -> SchedulerPlugin:
-        """Make the scheduler's side.
+        """Create the scheduler side.
 
         Raises:
             ConfigError: `plugin_config` has unknown keys or invalid values, or `tier_key_file` cannot be used.
@@ -114,18 +114,18 @@ class ReferencePlugin:
         self.workers.append(worker)
 
         def examine_layout(layout: DeviceLayout) -> list[Finding]:
-            # The copy speed is not checked, because the demo's models have small pages on purpose.
+            # `memory.CHECKS` lacks the check of the copy speed: the demo's models have small pages on purpose.
             return examine_rank(rank, engine.config.ranks, self._config, layout, checks=memory.CHECKS)
 
         return ReferenceWorker(worker, examine_layout)
 
 
 class ReferenceWorker(WorkerPlugin):
-    """Offloading on one rank.
+    """The worker side of the plugin on one rank.
 
     Args:
         offload: the runtime's worker side.
-        examine: runs the doctor's checks; called before any host memory is allocated.
+        examine: runs the doctor's checks, before the worker allocates host memory.
     """
 
     def __init__(self, offload: WorkerSide, examine: Callable[[DeviceLayout], Sequence[Finding]]) -> None:
@@ -155,7 +155,7 @@ class ReferenceWorker(WorkerPlugin):
 
 
 def shape_of(engine: EngineFacts, promises: Promises) -> EngineShape:
-    """Return the engine's shape. The null block is not counted in `device_blocks`."""
+    """Return the engine's shape. `device_blocks` excludes the null block."""
     return EngineShape(
         groups=tuple(map(_group, engine.groups)),
         ranks=engine.config.ranks,
@@ -171,7 +171,7 @@ def _group(group: GroupFacts) -> GroupSpec:
 
 
 def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig) -> KVIdentity:
-    """Return the KV's identity. The model's settings, which are part of it, include the seed of its random weights."""
+    """Return the KV identity. The identity includes the seed of the model's random weights."""
     model = f"{engine.config.model}, drawn by torch {version('torch')}"
     return KVIdentity(
         engine=f"{_IDENTITY.name} {_IDENTITY.version}",
@@ -184,5 +184,5 @@ def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig)
 
 
 def plugin() -> ReferencePlugin:
-    """Return a plugin for one engine. The reference engine finds this function by its entry point."""
+    """Return a plugin for one engine. The package's entry point names this function."""
     return ReferencePlugin()

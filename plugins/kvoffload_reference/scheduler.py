@@ -1,4 +1,4 @@
-"""The scheduler's side: translates hooks into facts, and gives the core access to the engine's block pool."""
+"""The plugin's scheduler side: translates hooks into facts, and gives the core access to the engine's block pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvoffload.runtime.scheduler_side import SchedulerSide
 
 
 class PoolDevice:
-    """Adapts the engine's block pool to the core's interface. A lease is a reference that the plugin holds on a block."""
+    """Adapts the engine's block pool to the core's interface. A lease is a reference to the block."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -41,7 +41,7 @@ class PoolDevice:
         return DeviceBlockId(block) if block is not None else None
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
-        """Return a message for each block on which the core's leases and the plugin's references differ in number."""
+        """Return a message for each block whose number of leases differs from the number of references in the pool."""
         counted = self._pool.leases()
         return [
             f"block {block} is leased {leases.get(DeviceBlockId(block), 0)} times, the engine counts {counted.get(block, 0)}"
@@ -52,11 +52,11 @@ class PoolDevice:
 
 @dataclass(slots=True)
 class _Sent:
-    """How much of a request was already reported to the core. Later facts contain only what is new."""
+    """The part of a request that the core already has. Later facts contain only what is new."""
 
     view: Request
-    keys: list[int]  # per group, the number of reported keys
-    blocks: tuple[int, ...] = ()  # per group, the number of whole blocks reported as confirmed
+    keys: list[int]  # the number of reported keys in each group
+    blocks: tuple[int, ...] = ()  # the number of whole blocks reported as confirmed in each group
     runs: bool = False
 
     def has_token(self) -> bool:
@@ -68,7 +68,7 @@ class ReferenceScheduler(SchedulerPlugin):
 
     Args:
         offload: the runtime's scheduler side.
-        closed: called at the end of the engine's shutdown.
+        closed: a function that `shutdown` calls at its end.
     """
 
     def __init__(self, offload: SchedulerSide, closed: Callable[[], object]) -> None:
@@ -144,7 +144,7 @@ class ReferenceScheduler(SchedulerPlugin):
         self._closed()
 
     def _progress(self, step: StepFacts) -> Iterator[facts.Progress]:
-        """Yield the progress of requests that have a new block, confirmed block or state, or run for the first time."""
+        """Yield the progress of each request that starts to run, or has a new block, confirmed block or state."""
         complete = {state.request_id for state in step.states}
         for progress in step.progress:
             sent = self._sent[progress.request_id]
@@ -181,15 +181,14 @@ def _handed_off(state: StateMade) -> facts.StateHandedOff:
 
 
 def _appended(progress: Progress) -> tuple[tuple[DeviceBlockId, ...], ...]:
-    """Return each group's new blocks. Their positions can be left out, because new blocks are appended to the table."""
+    """Return each group's new blocks, without positions: the engine appends new blocks to the block table."""
     return tuple(_blocks([block for _, block in pairs]) for pairs in progress.new_blocks)
 
 
 def _blocks(table: Sequence[int]) -> tuple[DeviceBlockId, ...]:
-    """Convert one group's block table. The null block has id 0 both in the engine and in kvoffload."""
+    """Convert a group's block table. The null block's id is 0 both in the engine and in kvoffload."""
     return tuple(map(DeviceBlockId, table))
 
 
 def _keys(known: Sequence[bytes]) -> tuple[BlockKey, ...]:
-    """Convert keys. Only their type changes, because the engine's keys have the form that kvoffload uses."""
     return tuple(map(BlockKey, known))

@@ -1,4 +1,1 @@
-"""Adapter for SGLang: offers kvoffload's disk and remote tier as a storage backend below HiCache's host memory.
-
-The package only translates SGLang's calls.
-"""
+"""Adapter for SGLang: offers kvoffload's disk tier and remote tier as a storage backend below HiCache's host memory."""

@@ -1,4 +1,4 @@
-"""The doctor's checks for SGLang. They never import SGLang, because that takes seconds."""
+"""The doctor's checks for SGLang. This module does not import SGLang, because the import takes seconds."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add nothing, because SGLang's options are read from its own command line."""
+    """Add nothing: the checks read SGLang's options from SGLang's own command line."""
 
 
 def read_arguments(args: argparse.Namespace) -> Given:
-    """Return the settings, sizes and checks that follow from SGLang's command line.
+    """Return the settings, sizes and checks that SGLang's command line determines.
 
     Raises:
-        ConfigError: an option or the extra config cannot be read.
+        ConfigError: an option in the command line, or SGLang's extra config, cannot be read.
     """
     if not args.command_line:
         text = "give SGLang's own command line: kvoffload doctor --engine sglang -- python -m sglang.launch_server ..."
@@ -45,7 +45,7 @@ def read_arguments(args: argparse.Namespace) -> Given:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return a parser for those of SGLang's options that the checks need."""
+    """Return a parser for the SGLang options that the checks read."""
     add = (parser := _Parser(add_help=False)).add_argument
     add("--enable-hierarchical-cache", "--enable-hicache", action="store_true")
     add("--disable-radix-cache", action="store_true")

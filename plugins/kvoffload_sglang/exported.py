@@ -1,4 +1,4 @@
-"""Adds kvoffload's metrics to SGLang's own `/metrics`. SGLang adds up the values of its scheduler processes."""
+"""Adds kvoffload's metrics to SGLang's own `/metrics`, where SGLang adds up the values of its scheduler processes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Exported:
     """Exports the metrics of one rank's tier caches.
 
     Args:
-        caches: the tier caches, by the values of their `LABELS`.
-        now: returns the time in seconds of the monotonic clock.
+        caches: the tier caches. Each key has the values of the labels in `LABELS`.
+        now: returns the monotonic clock's time in seconds.
     """
 
     def __init__(
@@ -31,13 +31,13 @@ class Exported:
         self._changes = [Changes(cache, now) for cache in caches.values()]
 
     def update(self) -> None:
-        """Export what has changed since the last update. Updates have an effect at most once a second."""
+        """Export the changes since the last export. Do nothing if the last export was less than a second ago."""
         for number, changes in enumerate(self._changes):
             if changes.now() >= changes.next_s:
                 self._families.observe(changes.take() or {}, number)
 
     def close(self) -> None:
-        """Export the last changes after the caches are closed. All gauges become 0."""
+        """Export the last changes. Call this method after the caches have closed; then all gauges become 0."""
         for changes in self._changes:
             changes.next_s = -math.inf
         self.update()

@@ -1,6 +1,7 @@
-"""Determines the KV identity: everything that SGLang's KV depends on apart from the page keys.
+"""Determines the KV identity: everything except the page keys that determines the bytes of SGLang's KV.
 
-SGLang's page keys are digests of tokens and of a request's salt. They do not depend on the model, so the identity must.
+SGLang's page keys are digests of tokens and of a request's salt, and do not depend on the model. So the identity must
+include the model.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ These settings say where something is stored, or change only the answers.
 
 @dataclass(frozen=True)
 class Engine:
-    """This rank's SGLang engine.
+    """A description of the SGLang engine in this process, which runs one rank.
 
     Args:
         settings: SGLang's settings after SGLang has filled in its defaults.
-        namespaces: the names of the settings in each of SGLang's groups.
+        namespaces: the names of the settings in each of SGLang's groups of settings.
         storage: SGLang's configuration for storage backends.
-        replica: the index of this data-parallel replica.
-        device: the device's name, because the layout of a page may depend on the device.
+        replica: the engine's index among the data-parallel replicas.
+        device: the name of the GPU, or of the CPU without a GPU. The layout of a page may depend on the device.
     """
 
     settings: Mapping[str, Any]
@@ -94,12 +95,12 @@ class Engine:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the byte counts in the settings."""
+        """The number of ranks that share the disk space in the setting `disk_bytes`."""
         return int(self.storage.tp_size * self.storage.pp_size * self.storage.attn_cp_size)
 
     @property
     def labels(self) -> tuple[str, str, str]:
-        """The values of the metrics' labels: the model's name, the replica and the rank."""
+        """The label values of this rank's metrics: the model's name, the replica and the rank."""
         storage = self.storage
         rank = (
             storage.pp_rank * storage.attn_cp_size + storage.attn_cp_rank
@@ -108,14 +109,14 @@ class Engine:
 
     @property
     def identity(self) -> EngineIdentity:
-        """The engine's name and version, the model and the replica, for people to read."""
+        """The engine's name and version, the model's name and the replica, for logs and metrics."""
         return EngineIdentity(
             "sglang", version("sglang"), str(self.settings["served_model_name"]), self.replica
         )
 
 
 def this_engine(storage: HiCacheStorageConfig) -> Engine:
-    """Return the SGLang engine that runs in this process."""
+    """Return a description of the SGLang engine in this process."""
     import torch
     from msgspec.structs import fields
     from sglang.srt.runtime_context import get_parallel, get_server_args
@@ -129,11 +130,11 @@ def this_engine(storage: HiCacheStorageConfig) -> Engine:
 
 
 def find_problems(engine: Engine, *, has_identity: bool) -> Iterator[str]:
-    """Yield every reason why no other process could find this engine's pages.
+    """Yield every reason why other processes could not find this engine's pages.
 
     Args:
         engine: the engine.
-        has_identity: whether the operator has named the weights with `weights_id`.
+        has_identity: whether the setting `weights_id` names the weights.
     """
     if engine.settings["enable_lora"] or engine.settings["lora_paths"]:
         yield "LoRA is on, and SGLang's keys know an adapter's name and path only, not its weights"
@@ -150,15 +151,15 @@ def find_problems(engine: Engine, *, has_identity: bool) -> Iterator[str]:
 def find_identity(
     engine: Engine, pool_name: str, pool: HostKVCache, root: Path, by_hand: str | None, key: TierKey | None
 ) -> KVIdentity:
-    """Return the KV identity of the pages in a pool. This function may read all weights.
+    """Return the KV identity of the pages in a host pool.
 
     Args:
         engine: the engine.
         pool_name: SGLang's name for the pool.
         pool: the host pool.
-        root: the folder with the file that caches digests of weights.
-        by_hand: the setting `weights_id`; None if it is not set.
-        key: authenticates the cached digests; None if every process that writes them is trusted.
+        root: the folder of the cache of weight digests.
+        by_hand: the setting `weights_id`; if it is None, the function may read all weights.
+        key: authenticates the cached digests; None without authentication.
 
     Raises:
         DiskError: the identity cannot be determined.
@@ -188,7 +189,7 @@ def find_identity(
 
 
 def is_shared(engine: Engine, pool_name: str) -> bool:
-    """Return whether all tensor-parallel ranks have the same pages in this pool, so that only one rank writes them."""
+    """Return whether all tensor-parallel ranks have the same pages in a pool. Only one rank writes such pages."""
     storage = engine.storage
     return storage.is_mla_model and storage.tp_size > 1 and pool_name not in ("mamba", "draft", "draft_swa")
 

@@ -1,7 +1,7 @@
 """Finds the memory regions of the pages in SGLang's host pools.
 
-In layer-first layouts, a page has a region for the keys and one for the values of each layer. In page-first layouts,
-one region contains all layers.
+In layer-first layouts, each layer of a page has a region for keys and a region for values. In page-first layouts, one
+region contains all layers of a page.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HostPages:
         page_bytes: the size of each of a page's memory regions, in bytes.
 
     Raises:
-        ConfigError: the pool does not provide its pages' addresses.
+        ConfigError: the pool does not return the addresses of its pages.
     """
 
     def __init__(self, pool: HostKVCache, name: str) -> None:
@@ -40,14 +40,18 @@ class HostPages:
         self.page_tokens: int = pool.page_size
         try:
             _, sizes = pool.get_page_buffer_meta(torch.arange(self.page_tokens))
-        except Exception as error:  # a pool that has no addresses may raise any exception
+        except Exception as error:  # a pool without addresses may raise any exception
             layout = getattr(pool, "layout", None)
             problem = f"SGLang's {name} pool in the layout {layout!r} has no addresses for storage: {error!r}"
             raise ConfigError([problem]) from error
         self.page_bytes = tuple(sizes)
 
     def at(self, host_indices: torch.Tensor) -> list[Page]:
-        """Return the pages that contain these token positions. Each page has `page_tokens` of the positions."""
+        """Return the pages at the given token positions in the pool.
+
+        Args:
+            host_indices: `page_tokens` positions for each page, of any number of pages.
+        """
         addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
         regions = [
             memoryview((c_char * size).from_address(address)).cast("B")

@@ -27,12 +27,12 @@ _OF_SGLANG = {
 
 
 def check_settings(extra: Mapping[str, object]) -> OffloadConfig:
-    """Return kvoffload's settings, read from SGLang's extra config.
+    """Return the kvoffload settings in SGLang's extra config.
 
     Raises:
         ConfigError: a setting, the tier key or the remote tier's address is invalid. The message lists all problems.
     """
-    # Every command imports this module, so what takes long to import is imported here.
+    # Every command imports the module `settings`, so its top imports only modules that load fast.
     from kvoffload.disk.tier_key import read_tier_key
     from kvoffload.remote.address import parse_address
     from kvoffload.tier_cache import tier_config

@@ -23,12 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the arguments.
+    """Print SGLang's arguments.
 
     Raises:
         ConfigError: the settings are invalid.
     """
-    # This import is not at the top, because every command imports this module, which must be fast.
     extra = {**BACKEND, **read_settings(args.config, "--config")}
     check_settings(extra)
     flags = "--enable-hierarchical-cache --hicache-storage-backend dynamic"

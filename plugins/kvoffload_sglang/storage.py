@@ -1,9 +1,9 @@
-"""`KVOffloadStorage`: kvoffload's disk and remote tier as a storage backend of SGLang's HiCache.
+"""`KVOffloadStorage`: kvoffload's disk tier and remote tier as a storage backend of SGLang's HiCache.
 
-SGLang creates one storage object per rank, in the rank's scheduler process. SGLang's prefetch thread asks how many
-leading pages exist, and uses the smallest answer of all ranks. SGLang's I/O threads read and write pages of SGLang's
-host pools. Each call has a time limit, because a call that hangs would block its thread forever. If a read does not
-end in time, SGLang computes the missing pages.
+SGLang creates one storage object in each rank's scheduler process. SGLang's prefetch thread asks for the number of
+leading pages that exist, and uses the smallest answer of all ranks. SGLang's I/O threads copy pages between the storage
+object and SGLang's host pools. Each call has a time limit, because a call that hangs would block SGLang's thread
+forever. If a read does not end in time, SGLang computes the missing pages.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ stops.
 
 
 class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checker runs without SGLang
-    """Lets one SGLang rank use kvoffload's disk and remote tier.
+    """The storage backend of one SGLang rank, for which it opens kvoffload's disk tier and remote tier.
 
     Args:
         storage_config: SGLang's configuration for storage backends; `extra_config` contains kvoffload's settings.
-        _: not used; SGLang passes further arguments here.
+        _: further arguments from SGLang, which are not used.
 
     Raises:
         ConfigError: the settings are invalid, or this engine's KV cannot be stored. The message lists all reasons.
@@ -74,10 +74,10 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         self.register_mem_host_pool_v2(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: PoolName) -> None:
-        """Register any other host pool, such as the pool of recurrent states or of sliding windows.
+        """Register a host pool, such as the pool of recurrent states or of sliding windows.
 
         Raises:
-            ConfigError: pages of this pool cannot be stored.
+            ConfigError: kvoffload cannot store the pool's pages.
         """
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
@@ -99,7 +99,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         """Start to open the tiers for all pools. Background threads read the weights and open the files.
 
         Raises:
-            KVOffloadError: there is not enough memory for the staging slots.
+            KVOffloadError: the machine has too little memory for the staging slots.
         """
         config, key = self._config, read_tier_key(self._config.tier_key_file)
         root = config.disk_path or Path.home() / ".cache" / "kvoffload"
@@ -120,7 +120,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
     # -- SGLang's calls ---------------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many of the prefix's pages a tier has, counted up to the first missing page."""
+        """Return the number of leading pages of a prefix that the tiers have."""
         return [*self._which(PoolName.KV, keys), False].index(False)
 
     def batch_exists_v2(
@@ -129,9 +129,10 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         pool_transfers: Sequence[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the length of the longest prefix that can be restored, in pages.
+        """Return the lengths, in pages, to which a prefix can be restored.
 
-        The result also contains all lengths that can be restored, and the greatest length for each pool.
+        The result contains the greatest length, the greatest length for each pool, and all lengths that are possible
+        in every pool.
         """
         found = self.batch_exists(keys)
         reach: dict[str, int] = {PoolName.KV: found}
@@ -148,7 +149,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Copy pages into SGLang's pool of attention layers. Return for each page whether it was copied."""
+        """Copy pages into SGLang's pool of attention layers. Return for each page whether the copy is complete."""
         return self._get(PoolName.KV, keys, host_indices, _until(host_indices))
 
     def batch_set_v1(
@@ -157,13 +158,13 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Write pages of SGLang's pool of attention layers. Return for each page whether a tier has it now."""
+        """Store pages of SGLang's pool of attention layers. Return for each page whether a tier now has the page."""
         return self._put(PoolName.KV, keys, host_indices, _until(host_indices))
 
     def batch_get_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Copy pages into several pools. Return, by pool, whether each page was copied."""
+        """Copy pages into several pools. Return for each pool's pages whether the copy is complete."""
         until = _until(*(each.host_indices for each in transfers))
         return {
             each.name: self._get(each.name, each.keys or (), each.host_indices, until) for each in transfers
@@ -172,7 +173,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
     def batch_set_v2(
         self, transfers: Sequence[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Write pages of several pools. Return, by pool, whether a tier now has each page."""
+        """Store pages of several pools. Return for each pool's pages whether a tier now has the page."""
         until = _until(*(each.host_indices for each in transfers))
         return {
             each.name: self._put(each.name, each.keys or (), each.host_indices, until) for each in transfers
@@ -199,10 +200,10 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         return cache.put(_digests(keys), pool.at(host_indices), until - time.monotonic())
 
     def clear(self) -> None:
-        """Begin a new generation of pages. Neither this process nor a later one finds pages written before this call.
+        """Invalidate all stored pages, for this process and for later ones.
 
         Raises:
-            KVOffloadError: a tier does not answer, so a later process might still find those pages. Call `clear` again.
+            KVOffloadError: a tier does not answer, so a later process might still find the pages. Call `clear` again.
         """
         failed = [name for name, cache in self._caches.items() if not cache.reset()]
         if failed:
@@ -211,18 +212,18 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
             )
 
     def get_stats(self) -> None:
-        """Update kvoffload's metrics in SGLang's `/metrics`. SGLang calls this in each step if its metrics are on."""
+        """Update kvoffload's metrics in SGLang's `/metrics`. With metrics on, SGLang calls this method in each step."""
         if self._exported is not None:
             self._exported.update()
 
     def close(self) -> None:
-        """Close files and connections. Call this after SGLang's threads have ended."""
+        """Close the tiers' files and connections. Call this method after SGLang's threads have ended."""
         for cache in self._caches.values():
             cache.close()
         if self._exported is not None:
             self._exported.close()
 
-    # -- the interface without `interface_v1`, which a checked backend is never asked for ---------------------------
+    # -- the interface that SGLang uses only without `interface_v1`, which `check_settings` requires ----------------
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise NotImplementedError("kvoffload needs interface_v1")
@@ -231,10 +232,10 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
 
 
 def _checked(engine: Engine) -> OffloadConfig:
-    """Return kvoffload's settings after checking both the settings and the engine.
+    """Validate kvoffload's settings and the engine, and return the settings.
 
     Raises:
-        ConfigError: the settings are invalid, or the engine's KV cannot be stored.
+        ConfigError: the settings are invalid, or kvoffload cannot store the engine's KV. The message lists all reasons.
     """
     config = None
     problems: list[str] = []
@@ -249,11 +250,11 @@ def _checked(engine: Engine) -> OffloadConfig:
 
 
 def _restorable(transfer: PoolTransfer, has: Sequence[bool]) -> set[int]:
-    """Return the lengths, in pages, of all prefixes for which the tiers have what SGLang needs from a pool.
+    """Return the lengths, in pages, to which SGLang can restore a prefix from the tiers' pages of one pool.
 
     Args:
-        transfer: says which of the pool's pages SGLang needs: all of them, or the last ones.
-        has: for each of the prefix's pages, whether a tier has it.
+        transfer: SGLang's request. Its hit policy requires all pages of the prefix, or only the last ones.
+        has: for each page of the prefix, whether a tier has the page.
     """
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         width = len(has)

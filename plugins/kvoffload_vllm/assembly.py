@@ -1,4 +1,4 @@
-"""Builds the connector's two sides from vLLM's configuration."""
+"""Builds the connector's scheduler side and worker side from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
     from kvoffload.disk.identity import KVIdentity
     from kvoffload.transfer.layout import DeviceLayout
 
-_REPORT_EVERY = 16  # steps between two reports, because a decoding batch completes only a few blocks per step
+_REPORT_EVERY = 16  # steps between progress reports; a decoding batch completes few blocks in each step
 
 
 def start_scheduler(
     scheduler: VllmScheduler, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
 ) -> None:
-    """Initialize a connector in the scheduler's process.
+    """Initialize the connector's scheduler side.
 
     Raises:
         ConfigError: offloading cannot start; the message lists every reason.
@@ -87,7 +87,7 @@ def start_scheduler(
         groups,
         Changes(offload),
         portal.close,
-        # The lazy planner needs the allocations of every step.
+        # With lazy stores, the planner needs each step's allocations in the same step.
         1 if config.store_policy == "lazy" else _REPORT_EVERY,
         tier_events,
         identification,
@@ -95,9 +95,9 @@ def start_scheduler(
 
 
 def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
-    """Initialize a connector in a worker's process.
+    """Initialize the connector's worker side.
 
-    Workers start before the scheduler, so a bad setting stops the engine here.
+    vLLM starts workers before the scheduler, so a worker is the first to report invalid settings.
 
     Raises:
         ConfigError: offloading cannot start; the message lists every reason.
@@ -134,7 +134,7 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
 
 
 def join_logging() -> None:
-    """Make kvoffload log through vLLM's handlers at vLLM's level, unless kvoffload's logger has handlers of its own."""
+    """Make kvoffload log through vLLM's handlers at vLLM's level, unless kvoffload's logger already has handlers."""
     ours, theirs = logging.getLogger(ROOT), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return
@@ -147,7 +147,7 @@ def join_logging() -> None:
 def _replica(vllm_config: VllmConfig) -> int:
     """Return the engine's index among data-parallel engines.
 
-    The engine's data-parallel rank cannot be used, because vLLM gives every engine rank 0 if the model is dense.
+    `data_parallel_rank` does not identify the engine: with a dense model, vLLM gives every engine rank 0.
     """
     return int(vllm_config.parallel_config.data_parallel_index)
 
@@ -155,12 +155,13 @@ def _replica(vllm_config: VllmConfig) -> int:
 def _lower_tiers(
     vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups, key: TierKey | None = None
 ) -> tuple[Identification | None, DiskPlace | None, RemotePlace | None]:
-    """Return the KV's identification, and the places of the disk tier and the remote tier; each is None if not used.
+    """Return the KV identification, the disk tier's place and the remote tier's place. An unused tier's place is None.
 
-    Each data-parallel engine has its own files on the disk. All of these engines share the remote tier.
+    Each data-parallel engine has its own files on the disk. All data-parallel engines share the remote tier.
 
     Raises:
-        ConfigError: no other process could find this engine's blocks in a lower tier.
+        ConfigError: other processes could not find this engine's blocks in a lower tier; the message lists every
+            reason.
     """
     from vllm import envs
 
@@ -187,7 +188,7 @@ def _lower_tiers(
 def _check(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, policy: str = RECOMPUTE
 ) -> tuple[VllmGroups, OffloadConfig]:
-    """Parse the settings and translate the model's groups. If either fails, raise one error with all problems."""
+    """Return the model's groups and the parsed settings. Raise one error that lists all problems with both."""
     problems: list[str] = []
     groups = config = None
     try:
@@ -215,7 +216,7 @@ def _config(vllm_config: VllmConfig, rank_bytes: int) -> OffloadConfig:
     engine = _replica(vllm_config)
     if config.journal_path is None or engine == 0:
         return config
-    # Each engine of a data-parallel server writes its own journal.
+    # Data-parallel engines start with the same setting, but must not write to the same journal.
     path = Path(f"{config.journal_path}.dp{engine}")
     return replace(config, journal_path=path)
 
@@ -223,10 +224,10 @@ def _config(vllm_config: VllmConfig, rank_bytes: int) -> OffloadConfig:
 def find_failure_policy(vllm_config: VllmConfig) -> str:
     """Return the `kv_load_failure_policy` of vLLM's scheduler. Call this while vLLM creates a worker's connector.
 
-    The scheduler reads the policy in the outermost connector's configuration. A MultiConnector gives each child a
-    copy of vLLM's configuration, in which the child's `kv_transfer_config` replaces the outer one. While vLLM creates
-    a worker, the original is still the process's current configuration. In the scheduler's process, a child cannot
-    find it.
+    vLLM's scheduler reads the policy from the outermost connector's configuration. A MultiConnector gives each child
+    a copy of vLLM's configuration with the child's own `kv_transfer_config`. While vLLM creates a worker, the outermost
+    configuration is still the process's current one. In the scheduler's process, a child cannot find the outermost
+    configuration.
     """
     from vllm.config.vllm import get_current_vllm_config_or_none
 

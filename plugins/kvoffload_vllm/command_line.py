@@ -1,6 +1,6 @@
-"""Parses vLLM's own command line for the doctor as vLLM does, but without importing vLLM.
+"""Parses vLLM's command line for the doctor as vLLM does, but without importing vLLM.
 
-Options that the doctor does not need are ignored.
+The parser ignores options that the doctor does not need.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read_command_line(words: Sequence[str], add_options: Callable[[_AddOption], None]) -> argparse.Namespace:
-    """Return the options in vLLM's command line. The value of an option that is not given is None.
+    """Return the options in vLLM's command line. Most options that the command line lacks are None.
 
     Args:
         words: the command line, such as `vllm serve MODEL --tensor-parallel-size 2`.
-        add_options: adds the doctor's own options by calling the `add_argument` that it gets.
+        add_options: a function that gets the parser's `add_argument`, and adds further options with it.
 
     Raises:
         ConfigError: the command does not start vLLM's server, or has an option value that vLLM would refuse.
@@ -52,7 +52,7 @@ def read_command_line(words: Sequence[str], add_options: Callable[[_AddOption], 
     rest = list(_plain(words[begin + 1 :]))
     add = (parser := _Parser(add_help=False)).add_argument
     add_options(add)
-    # Otherwise argparse would take this option for an abbreviation of --quantization-config.
+    # Without this line, argparse would take --quantization for an abbreviation of --quantization-config.
     add("--quantization", "-q")
     for name in CHANGE_SIZES + CHOOSE_BLOCKS:
         add(name, nargs="*", dest=name)
@@ -71,7 +71,7 @@ def read_command_line(words: Sequence[str], add_options: Callable[[_AddOption], 
 def number(text: str) -> int:
     """Parse a number or a size for argparse's `type=`. As in vLLM, "1k" is 1,000 and "1K" is 1,024.
 
-    Return 0 for "auto" and -1, with which vLLM chooses the number.
+    Return 0 for "auto" and "-1", because vLLM then chooses the number itself.
     """
     return 0 if text in ("auto", "-1") else _scaled(text) or size(text)
 
@@ -82,7 +82,10 @@ def _scaled(text: str) -> int | None:
 
 
 def _plain(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words in one form: names of options with dashes, and `--name.key VALUE` options joined into JSON."""
+    """Yield a command line's words, with `_` in option names replaced by `-`.
+
+    All `--name.key VALUE` options of one name become one `--name JSON` option.
+    """
     objects: dict[str, dict[str, Any]] = {}
     left = iter(words)
     for word in left:

@@ -67,7 +67,7 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
         else:
             start_worker(self, vllm_config, kv_cache_config)
 
-    # -- worker -------------------------------------------------------------------------------------------------
+    # -- worker side --------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
@@ -84,18 +84,17 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
         super().clear_connector_metadata()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing, because loads end before their request is scheduled, so no layer has to wait."""
+        """Do nothing: vLLM schedules a request only after its load has ended, so no layer has to wait."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:
-        """Do nothing, because the stores of all layers start together after the forward pass."""
+        """Do nothing: after the forward pass, kvoffload starts one copy that stores all layers of a block."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads ended. Only vLLM versions before 0.30 call this method.
 
-        These versions learn from `get_block_ids_with_load_errors` which loads failed, and only for models with one
-        group.
+        Which loads failed, these versions read from `get_block_ids_with_load_errors`.
         """
         received = self.take_received()
         self._bad_blocks = received.bad_blocks
@@ -111,12 +110,12 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
         bad_blocks, self._bad_blocks = self._bad_blocks, set()
         return bad_blocks
 
-    # -- scheduler ----------------------------------------------------------------------------------------------
+    # -- scheduler side -----------------------------------------------------------------------------------------
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
-    # -- both ---------------------------------------------------------------------------------------------------
+    # -- both sides ---------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         half = VllmScheduler if self._role is KVConnectorRole.SCHEDULER else VllmWorker

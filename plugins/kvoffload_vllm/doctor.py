@@ -1,6 +1,6 @@
-"""The doctor's checks for vLLM. Some of them also run when vLLM starts.
+"""The doctor's checks for vLLM. The connector also runs some of the checks when vLLM starts.
 
-The checks never import vLLM, because importing vLLM takes seconds.
+This module does not import vLLM, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ RECOMPUTE = "recompute"
 
 _GROUP, _ENTRY = "vllm.general_plugins", "kvoffload"
 _OPTION = "--kv-transfer-config"
-_HASHES = ("sha256", "sha256_cbor")  # it is infeasible to find two prompts with the same hash
+_HASHES = ("sha256", "sha256_cbor")  # constructing two prompts with the same SHA-256 hash is infeasible
 _BY_HAND = "--block-bytes and --device-blocks"
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add some of vLLM's own options, and options for sizes that vLLM logs."""
+    """Add the vLLM options that the checks read, and `--block-bytes`, which a user reads from vLLM's log."""
     _add_options(group.add_argument)
     group.add_argument("--block-bytes", metavar="BYTES", type=size, help="a block's bytes on one rank")
 
@@ -57,7 +57,7 @@ def _add_options(add: Callable[..., object]) -> None:
 
 
 def read_arguments(args: argparse.Namespace) -> Given:
-    """Return the settings, sizes and checks that follow from the options and vLLM's command line.
+    """Return the settings, sizes and checks that the doctor's options and vLLM's command line determine.
 
     Raises:
         ConfigError: an option, the connector's configuration or the model's `config.json` is unreadable or invalid.
@@ -84,7 +84,7 @@ def read_arguments(args: argparse.Namespace) -> Given:
 
 
 def _options(line: argparse.Namespace) -> Check:
-    """Return a check that fails if vLLM's command line has options with which the connector refuses to start."""
+    """Return a check that fails if the connector does not support an option in vLLM's command line."""
     line.world_size = (line.tensor_parallel_size or 1) * (line.pipeline_parallel_size or 1)
     problems = "; ".join(option_problems(line.enable_prefix_caching is not False, line, line))
     finding = fail(problems, "correct what is named") if problems else ok("the connector works with them")
@@ -92,12 +92,12 @@ def _options(line: argparse.Namespace) -> Check:
 
 
 def recurrent_states(block_tokens: int, interval: int | None) -> Check:
-    """Return a check that reports which recurrent states vLLM keeps.
+    """Return a check that warns if vLLM keeps only the last recurrent state of each prompt.
 
     Args:
         block_tokens: tokens in one block of a model with recurrent layers.
-        interval: vLLM's `prefix_cache_retention_interval`. With 0, vLLM keeps only the state at a prompt's last block
-            boundary; with None, the states at all block boundaries.
+        interval: vLLM's `prefix_cache_retention_interval`, in tokens. With 0, vLLM keeps only the state at a prompt's
+            last block boundary. With None, vLLM keeps the states at all block boundaries.
     """
     text = f"hits of this model end at multiples of {block_tokens} tokens; shorter prefixes are never found"
     finding = ok(text)
@@ -111,7 +111,11 @@ def recurrent_states(block_tokens: int, interval: int | None) -> Check:
 
 
 def block_hashes(algorithm: str) -> Check:
-    """Return a check of vLLM's `prefix_caching_hash_algo`. The check never fails without a tier below the host."""
+    """Return a check that warns if a lower tier finds blocks by hashes for which collisions can be constructed.
+
+    Args:
+        algorithm: vLLM's `prefix_caching_hash_algo`.
+    """
 
     def find(setup: Setup) -> Finding:
         has_tiers = setup.config.disk_path is not None or setup.config.remote_url is not None
@@ -127,7 +131,11 @@ def block_hashes(algorithm: str) -> Check:
 
 
 def load_failures(policy: object) -> Check:
-    """Return a check of vLLM's policy for failed loads. `policy` is None if the policy is not known."""
+    """Return a check that fails unless vLLM recomputes the tokens of failed loads.
+
+    Args:
+        policy: vLLM's `kv_load_failure_policy`; None if the doctor does not know the policy.
+    """
 
     def find(setup: Setup) -> Finding:
         if policy is None:
@@ -187,9 +195,9 @@ def _transfer(transfer: dict[str, Any] | None, *, is_whole: bool) -> Finding:
 
 
 def _connector(transfer: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the configuration of kvoffload's connector; None if vLLM will not use this connector.
+    """Return the part of `kv_transfer_config` that configures kvoffload's connector; None without such a part.
 
-    The configuration may be an entry of a MultiConnector.
+    The part is the whole object, or an entry of a MultiConnector.
     """
     extra = transfer.get("kv_connector_extra_config")
     several = extra.get("connectors") if isinstance(extra, dict) else None
@@ -203,7 +211,10 @@ def _settings(transfer: dict[str, Any]) -> Mapping[str, object]:
 
 
 def _sizes(args: argparse.Namespace) -> tuple[Sizes, Finding]:
-    """Return the engine's sizes and a finding about them. Sizes given as options replace sizes of the model."""
+    """Return the engine's sizes, and a finding that says how the doctor determined the sizes.
+
+    Sizes given as options take precedence over sizes computed from the model's `config.json`.
+    """
     stages = args.pipeline_parallel_size or 1
     ranks = (args.tensor_parallel_size or 1) * stages
     engines = args.data_parallel_size_local or args.data_parallel_size or 1
@@ -234,7 +245,7 @@ def _sizes(args: argparse.Namespace) -> tuple[Sizes, Finding]:
 
 
 def _check_computable(args: argparse.Namespace) -> None:
-    """Raise an error if vLLM's command line has options with which the sizes cannot be computed from `config.json`."""
+    """Raise an error if an option of vLLM changes the sizes in a way that kvoffload does not compute."""
     names = CHANGE_SIZES if args.block_size else CHANGE_SIZES + CHOOSE_BLOCKS
     if given := [name for name in names if getattr(args, name, None) is not None]:
         raise SizesNotKnown(f"sizes with {', '.join(given)} are not computed")

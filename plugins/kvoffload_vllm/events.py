@@ -1,11 +1,11 @@
-"""KV cache events for routers: they say which blocks arrived on the host or on a lower tier, and which blocks left.
+"""Makes vLLM's KV cache events, which report to routers which blocks arrive on a tier and which blocks leave the tier.
 
-An event contains a block's tokens. The tokens are known only while the block's request is alive, but the block may be
-stored much later. So `BlockNotes` records the tokens in a note when a block is computed or loaded, and keeps the note
-while the block may still arrive on a tier. Because notes contain token ids, the core does not keep them, and they
-exist only if vLLM publishes events. For a block that another process left on the disk or in the remote tier, the
-event follows when this engine takes the block's note. Events about the remote tier cover only blocks that this engine
-wrote to the remote tier or looked up there.
+An event contains a block's tokens. vLLM knows the tokens only while the block's request is alive, but kvoffload may
+store the block much later. So `BlockNotes` records the tokens in a note when a request computes or loads the block, and
+keeps the note while the block may still arrive on a tier. Notes exist only if vLLM publishes events.
+
+For a block that another process stored on the disk or in the remote tier, the event waits until a request of this
+engine computes or loads the block. The remote tier's events cover only blocks that this engine stored or looked up.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from kvoffload.core.key_index import KeyIndex
     from kvoffload_vllm.pool_device import VllmDevice
 
-# vLLM's names for the tiers; LOCAL means the machine that publishes the event.
+# The words that vLLM's events use for each tier. LOCAL means the machine that publishes the event.
 _PLACES = {
     Tier.HOST: {"medium": "CPU", "locality": "LOCAL"},
     Tier.DISK: {"medium": "STORAGE", "locality": "LOCAL"},
     Tier.REMOTE: {"medium": "STORAGE", "locality": "REMOTE"},
 }
-_TOKEN = "i"  # a signed integer of four bytes
+_TOKEN = "i"  # `array`'s code for a signed integer of four bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class BlockNote:
         parent: the hash of the previous block; None for a prompt's first block.
         tokens: the block's token ids as packed bytes, because a tuple would take eight times the memory.
         adapter: the id and name of the LoRA adapter that computed the block; None without an adapter.
-        extra_keys: whatever else the block's hash covers apart from the tokens; None if there is nothing else.
+        extra_keys: what the block's hash covers besides tokens and parent, such as digests of images; None if nothing.
     """
 
     parent: bytes | None
@@ -63,21 +63,20 @@ class BlockNote:
 class BlockNotes:
     """Keeps notes about the blocks that requests compute.
 
-    A note is kept after its block has arrived on a tier, because the block may leave and arrive again. Groups with the
-    same block size share notes, because their blocks that end with the same token have the same hash.
+    A note stays after its block has arrived on a tier, because the block may leave and arrive again. Groups with the
+    same block size share notes, because vLLM hashes blocks with the same tokens alike in every group.
 
     Args:
         groups: the groups that are offloaded.
         wire: the event classes and conversions of the installed vLLM.
-        is_held: returns whether the device or the host has the block with this key, so that the block may still be
-            copied to a tier. A block stays on the device while it is being copied.
+        is_held: returns whether the device or the host has the block with a given key. If so, kvoffload may still copy
+            the block to a tier.
 
     Attributes:
-        awaited: blocks that arrived on a tier before their notes were taken: the block's key, and the tiers on which
-            the block arrived.
+        awaited: the blocks that arrived on a tier before their notes were taken: the tiers, by block key.
         late: keys in `awaited` whose notes were taken since the last call of `TierEvents.take`.
-        by_ratio: for each block size, as a number of hashes: the notes by block hash. Notes that have not been
-            checked for the longest time come first.
+        by_ratio: a dictionary of notes for each block size. The block size is a number of hashes. Each dictionary has
+            the notes by block hash, and starts with the least recently checked note.
     """
 
     def __init__(self, groups: VllmGroups, wire: Wire, is_held: Callable[[BlockKey], bool]) -> None:
@@ -93,7 +92,6 @@ class BlockNotes:
         }
 
     def get(self, key: BlockKey) -> BlockNote | None:
-        """Return the note about a block; None if there is no note."""
         block_hash, number = split_key(key)
         return self.by_ratio[self._ratios[number]].get(block_hash)
 
@@ -102,11 +100,11 @@ class BlockNotes:
 
         Args:
             request: vLLM's request.
-            first: how many of the request's hashes already have notes.
-            computed_tokens: how many of the request's tokens are computed. A partly computed block gets no note.
+            first: the number of the request's hashes that already have notes.
+            computed_tokens: the number of the request's computed tokens. A partly computed block gets no note.
 
         Returns:
-            How many of the request's hashes have notes now.
+            The number of the request's hashes that have notes now.
         """
         last = min(computed_tokens // self._hash_tokens, len(request.block_hashes))
         if last <= first:
@@ -133,11 +131,10 @@ class BlockNotes:
                 self.late += [key for key in self._keys(block_hash, ratio) if key in self.awaited]
 
     def _drop_oldest(self, ratio: int) -> None:
-        """If there are too many notes, check the two that were checked least recently.
+        """If there are too many notes, check the two least recently checked notes.
 
-        A checked note is dropped if its block cannot be stored any more.
-
-        With two checks for each new note, at most half of the notes are ones that could be dropped.
+        A check drops the note if kvoffload can no longer store the note's block. Because each new note causes two
+        checks, at least half of the notes are about blocks that kvoffload may still store.
         """
         notes = self.by_ratio[ratio]
         for _ in range(2):
@@ -155,9 +152,9 @@ class TierEvents:
 
     Args:
         groups: the groups that are offloaded.
-        indexes: each tier's index, which records the keys that arrive and leave.
+        indexes: each tier's index, which records the keys of arriving and leaving blocks.
         wire: the event classes and conversions of the installed vLLM.
-        device: vLLM's block pool. A block in this pool may still be stored.
+        device: vLLM's block pool.
     """
 
     def __init__(
@@ -175,7 +172,7 @@ class TierEvents:
         self._ledgers = {tier: index.watch() for tier, index in indexes.items()}
 
     def take(self) -> Iterable[KVCacheEvent]:
-        """Return the events for what happened since the last call."""
+        """Return the events about all blocks that arrived or left since the last call."""
         late, awaited = self.notes.late, self.notes.awaited
         if not (late or any(self._ledgers.values())):
             return ()
@@ -188,13 +185,13 @@ class TierEvents:
         return events
 
     def events(self, tier: Tier, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
-        """Yield one removal event for each group, then an event for each block that arrived. Parents come first.
+        """Yield one removal event for each group, then one event for each arrived block, parents first.
 
-        Blocks without a note get no events: without a parent, such a block would look like the first block of a prompt.
+        A block without a note gets no event: an event without a parent would describe the first block of a prompt.
 
         Args:
-            tier: the tier on which these blocks arrived or which they left.
-            ledger: keys that arrived (True) or left (False), in order; only the last entry for each key counts.
+            tier: the tier on which the blocks arrived, or from which the blocks were removed.
+            ledger: keys of blocks that arrived (True) or left (False), in order. Only a key's last entry counts.
         """
         came: dict[BlockKey, BlockNote] = {}
         gone: dict[int, list[bytes]] = {}
@@ -215,7 +212,7 @@ class TierEvents:
             yield self._stored(tier, key, came[key])
 
     def _awaits_no_more(self, key: BlockKey, tier: Tier) -> bool:
-        """Stop waiting for the note about a block on this tier. Return whether the block was waiting for a note."""
+        """Remove a block's entry for a tier from `awaited`. Return whether there was such an entry."""
         tiers = self.notes.awaited.get(key, set())
         was_left_out = tier in tiers
         tiers.discard(tier)
@@ -250,9 +247,9 @@ class Wire:
         stored, removed: the classes of the two events; they are called with keyword arguments.
         hash: converts a block hash to the form that events use.
         extra_keys: takes a request, the token positions where a block starts and ends, and the index of the request's
-            next media item. Returns what the block's hash covers apart from tokens, and the index of the media item
-            after the block.
-        kinds: vLLM's name for each group's attention kind and the window, if there is one, by vLLM's group number.
+            next media item. Returns the block's extra keys, and the index of the first media item after the block.
+        kinds: for each of vLLM's group numbers, vLLM's name for the attention kind, and the window size in tokens; the
+            size is None without a window.
     """
 
     stored: Callable[..., Any]
@@ -268,7 +265,7 @@ def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-    # Since 0.31, vLLM hashes the extra keys together with tags, but its events contain the keys without tags.
+    # Since 0.31, vLLM hashes tagged extra keys, but an event contains the keys without the tags.
     untag = getattr(kv_cache_utils, "to_event_extra_keys", lambda keys: keys)
 
     def extra_keys(request: Request, start: int, end: int, media: int) -> tuple[tuple[Any, ...] | None, int]:
@@ -289,13 +286,12 @@ def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
 
 
 def publishes_events(vllm_config: VllmConfig) -> bool:
-    """Return whether this vLLM engine publishes KV cache events."""
     settings: Any = getattr(vllm_config, "kv_events_config", None)
     return bool(settings is not None and settings.enable_kv_cache_events)
 
 
 def _parents_first(came: Mapping[BlockKey, BlockNote]) -> Iterator[BlockKey]:
-    """Yield the keys so that each block comes after its parent, because a router drops blocks with unknown parents."""
+    """Yield the keys of all blocks, parents first, because a router drops blocks with unknown parents."""
     rest = dict(came)
     for key in came:
         line: list[BlockKey] = []

@@ -1,9 +1,9 @@
-"""vLLM's part of `kvoffload gpu-check`: compares the speed of two vLLM engines, one with kvoffload and one without it.
+"""vLLM's speed check in `kvoffload gpu-check`: compares two vLLM engines, one with kvoffload and one without it.
 
-Both engines run the same model with vLLM's dummy weights, and one of them offloads to a large host memory. On a GPU
-they use CUDA graphs, because vLLM captures graphs in the same minute in which kvoffload pins host memory. The engines
-take turns to decode the same prompts, while one of them stores the blocks that it fills. Then vLLM's own cache is
-reset, and the last prompts must be found on the host.
+Both engines run the same model with vLLM's dummy weights. One engine offloads to a large host memory. On a GPU both
+engines use CUDA graphs, because vLLM captures graphs in the same minute in which kvoffload pins host memory. The
+engines take turns to decode the same prompts, while kvoffload stores the blocks that its engine fills. Then the check
+resets vLLM's prefix cache and requires the host to have blocks of the last prompts.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the scheduler and the worker in this process
-    "TORCHDYNAMO_DISABLE": "1",  # compiling would take more time than it would save in this short run
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the check reads the state of vLLM's scheduler in this process
+    "TORCHDYNAMO_DISABLE": "1",  # in a short run, compiling takes more time than compiled code saves
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     # FlashInfer may have to compile its sampler, which greedy requests do not need.
@@ -42,7 +42,7 @@ RUNNING = 32
 PROMPT_TOKENS = 4 * BLOCK + 1
 TOKENS = 4 * BLOCK
 PAIRS = 6
-_SPARE_BYTES = 8 << 30  # the host memory that two engines need in addition to that for offloaded blocks
+_SPARE_BYTES = 8 << 30  # the host memory that two engines take in addition to the memory for offloaded blocks
 _PINNING_S = 240
 _PAUSE_S = 0.001
 ON_GPU: Mapping[str, Any] = {
@@ -61,7 +61,7 @@ _SHAPE: Mapping[str, Any] = {
 
 
 def lines(options: Options) -> Iterator[Line]:
-    """Compare a vLLM engine without kvoffload and one that offloads to `options.host_bytes`. Yield the output lines.
+    """Compare a vLLM engine without kvoffload to an engine with `options.host_bytes`, and yield the output lines.
 
     Raises:
         NotHere: vLLM is not installed, the machine has too little memory, or torch sees no GPU.
@@ -94,12 +94,12 @@ def check_machine(options: Options) -> None:
 def measure(
     what: str, host_bytes: int, shape: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Iterator[Line]:
-    """Start both engines and compare them.
+    """Start both engines, compare their decoding speed, and yield the output lines.
 
     Args:
         what: the prefix of each output line.
-        host_bytes: how much host memory one of the engines offloads to, in bytes.
-        shape: entries of the model's configuration that replace the entries of `write_model`.
+        host_bytes: the host memory that kvoffload uses, in bytes.
+        shape: entries of the model's configuration, which replace the entries of `write_model`.
         options: vLLM's options for both engines.
     """
     draw = random.Random(0)
@@ -118,7 +118,7 @@ def measure(
             prompts = _prompts(draw)
             for engine in (plain, ours) if pair % 2 else (ours, plain):
                 seconds = _decoding(engine, prompts)
-                if pair:  # not for the first pair, which warms up the engines
+                if pair:  # the first pair warms up the engines
                     found[engine].append(seconds)
         over = ratios(found[ours], found[plain])
         yield measured(f"{what}: a decoding step, over one without", over, "x", at_most=1.02)
@@ -133,8 +133,8 @@ def measure(
 class Engine:
     """A vLLM engine in this process, with kvoffload's connector or without a connector.
 
-    vLLM keeps the worker's connector in a global variable. So each engine sets this variable to its own connector
-    before each step.
+    vLLM has one global variable for the worker's connector. So `serve` and `close` set the variable to this engine's
+    connector.
 
     Args:
         model: the model's folder.
@@ -165,18 +165,18 @@ class Engine:
 
     @property
     def offload(self) -> SchedulerSide:
-        """The scheduler's side of kvoffload. Only an engine with kvoffload's connector has it."""
+        """The scheduler side of this engine's connector. An engine without kvoffload raises `AttributeError`."""
         side: SchedulerSide = self.scheduler.connector.offload
         return side
 
     def serve(
         self, prompts: Sequence[Sequence[int]], tokens: int, logprobs: int | None = None
     ) -> tuple[float, float, list[Any]]:
-        """Serve all prompts at the same time, and wait for all requests and copies to end.
+        """Serve all prompts at the same time, and wait until all requests and copies have ended.
 
         Returns:
-            The seconds until every prompt had its first token, the seconds until the end, and each prompt's last output
-            from vLLM.
+            The seconds until every prompt had its first token, the seconds until all copies had ended, and each
+            prompt's last `RequestOutput`.
         """
         from vllm import SamplingParams
 
@@ -195,25 +195,29 @@ class Engine:
             for output in outputs:
                 first.setdefault(output.request_id, time.perf_counter() - begun)
                 last[output.request_id] = output
-            if not outputs:  # sleep while only copies are open, as vLLM's server does
+            if not outputs:  # as vLLM's server does while no request can run
                 time.sleep(_PAUSE_S)
         return max(first.values()), time.perf_counter() - begun, [last[name] for name in names]
 
     def fill_host_memory(self, timeout_s: float) -> None:
-        """Serve short requests until all of the host memory can be used for stores, or until the time limit."""
+        """Serve short requests until kvoffload has prepared all host memory, or until the time limit."""
         deadline = time.monotonic() + timeout_s
         while self.offload.core.state.growing and time.monotonic() < deadline:
             self.serve([[2] * 8], 8)
 
     def close(self) -> None:
-        """Shut the engine down."""
         self._place._KV_CONNECTOR_AGENT = self._agent
         self.llm.llm_engine.engine_core.shutdown()
         self._place._KV_CONNECTOR_AGENT = None
 
 
 def write_model(folder: Path, shape: Mapping[str, Any]) -> None:
-    """Write a small model's configuration, but no weights."""
+    """Write the `config.json` of a small model, but no weights.
+
+    Args:
+        folder: the folder to write to.
+        shape: entries that replace this function's own.
+    """
     import transformers
 
     own = {
@@ -244,7 +248,7 @@ def _ready(what: str, ours: Engine) -> Iterator[Line]:
 
 
 def _decoding(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
-    """Return the time of a decoding step in seconds, measured after all prompts have their first token."""
+    """Return the mean time of a decoding step in seconds, measured after all prompts have their first token."""
     first, seconds, _ = engine.serve(prompts, TOKENS)
     return (seconds - first) / (TOKENS - 1)
 

@@ -1,8 +1,10 @@
-"""Checks vLLM's tokens in `kvoffload gpu-check`: vLLM must give the same answers with kvoffload as without it.
+"""vLLM's token check in `kvoffload gpu-check`: vLLM must give the same answers with kvoffload as without it.
 
-Each engine runs in a process of its own and gets the same prompts. An engine with kvoffload gets the prompts three
-times. The first time it stores their blocks. The second time it loads these blocks from the host, because vLLM's own
-cache was reset. The third time is the control: the blocks on the host were overwritten, so the answers must differ.
+Each engine runs in a separate process and gets the same prompts. An engine with kvoffload gets the prompts three times.
+In the first round the engine stores blocks. Then the check resets vLLM's prefix cache, so in the second round the
+engine loads the blocks from the host. Before the third round, the control, the check overwrites the blocks on the host,
+so the answers must differ.
+
 The model's random weights have a wide spread. With vLLM's dummy weights, overwritten blocks would change the
 log-probabilities no more than rounding does.
 """
@@ -30,7 +32,7 @@ from kvoffload_vllm.gpu_check import ENVIRONMENT, ON_GPU, VOCABULARY, Engine, ch
 PROMPTS = 24
 TOKENS = 32
 _FEWER_PROMPTS = 5
-_STEMS = 4  # the number of prefixes that prompts share
+_STEMS = 4  # the number of prefixes, of which each prompt has one
 _LONGEST_STEM, _LONGEST_TAIL = 160, 64
 _WIDTH = 0.15  # the standard deviation of the weights
 _SHAPE: Mapping[str, Any] = {
@@ -41,14 +43,14 @@ _SHAPE: Mapping[str, Any] = {
     "head_dim": 64,
     "num_hidden_layers": 4,
 }
-# An answer is wrong if a log-probability differs by more than _LEAST_LIMIT and by more than _TIMES_NOISE times vLLM's
-# own variation. This was measured on a CPU: a block with another block's bytes changed a log-probability by 0.6 or
-# more. Rounding (bfloat16 instead of float32) changed log-probabilities by up to 0.16. Rounding also changed a token
-# in 11 of 24 answers, so a different token alone does not make an answer wrong.
+# An answer is wrong if a log-probability differs by more than _LEAST_LIMIT and by more than _TIMES_NOISE times the
+# difference between two runs without kvoffload. On a CPU, a block with another block's bytes changed a log-probability
+# by 0.6 or more; rounding (bfloat16 instead of float32) changed log-probabilities by up to 0.16. Rounding also changed
+# a token in 11 of 24 answers, so a different token alone does not make an answer wrong.
 _LEAST_LIMIT = 0.05
 _TIMES_NOISE = 3
 _MOST_NOISE = 0.2
-_NOT_A_NUMBER = 1e6  # returned as the difference if a log-probability is infinite or NaN
+_NOT_A_NUMBER = 1e6  # the difference between two log-probabilities if one is infinite or NaN
 _HERE = "kvoffload_vllm.gpu_tokens"
 _ENGINE_S = 150
 _PINNING_S = 90
@@ -61,12 +63,12 @@ Answer = list[tuple[int, list[float]]]
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """The engines of one comparison: an engine without kvoffload, and one for each variant of kvoffload's settings.
+    """The engines of one comparison: an engine without kvoffload, and one engine for each entry of `settings`.
 
     Args:
         what: the prefix of each output line.
-        engine: vLLM's options, which are the same for all engines.
-        settings: the variants of kvoffload's settings, by the label that is printed after `what`.
+        engine: vLLM's options for all engines.
+        settings: kvoffload's settings for each engine with kvoffload, by the label that follows `what`.
     """
 
     what: str
@@ -87,7 +89,7 @@ def lines(options: Options) -> Iterator[Line]:
     os.environ.update(ENVIRONMENT)
     few = {"host_bytes": _FEW_BYTES}
     with_graphs: dict[str, dict[str, Any]] = {
-        # Pinning this much memory takes so long that vLLM captures its CUDA graphs at the same time.
+        # Pinning `options.host_bytes` takes so long that vLLM captures its CUDA graphs at the same time.
         "": {"host_bytes": options.host_bytes},
         ', layout "blocks"': {**few, "layout": "blocks"},
         ', batch_copies "off"': {**few, "batch_copies": "off"},
@@ -110,7 +112,7 @@ def compared(options: Options, modes: Sequence[Mode]) -> Iterator[Line]:
             own: tuple[object, ...] = (model, expected, mode.engine, what)
             yield from _found(Part(what, f"{_HERE}:plain", _ENGINE_S, own), options)
             if not expected.exists():
-                continue  # the engine has failed, and its output line gives the reason
+                continue  # the engine failed, and `_found` has yielded the reason
             for row, settings in mode.settings.items():
                 what = f"{mode.what}{row}"
                 own = (model, expected, mode.engine, what, settings)
@@ -118,7 +120,7 @@ def compared(options: Options, modes: Sequence[Mode]) -> Iterator[Line]:
 
 
 def _found(part: Part, options: Options) -> Iterator[Line]:
-    """Run a part in another process, yield its output lines, and copy its log to this process's standard error."""
+    """Run a part in another process, yield the part's output lines, and copy the part's log to standard error."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         yield from lines_of(part, options, log)
@@ -128,12 +130,12 @@ def _found(part: Part, options: Options) -> Iterator[Line]:
 def plain(
     options: Options, model: Path, target: Path, engine: Mapping[str, Any], what: str
 ) -> Iterator[Line]:
-    """Run vLLM without kvoffload. Write to a file its answers, and how much these answers vary with the batch size.
+    """Run vLLM without kvoffload, with two batch sizes, and write the answers and their largest difference to a file.
 
     Args:
         options: the options of `kvoffload gpu-check`.
         model: the model's folder.
-        target: the file for the answers.
+        target: the file to write.
         engine: vLLM's options.
         what: the prefix of each output line.
     """
@@ -153,12 +155,12 @@ def offloading(
     what: str,
     settings: Mapping[str, Any],
 ) -> Iterator[Line]:
-    """Run vLLM with kvoffload, and compare its answers with those that vLLM gave without kvoffload.
+    """Run vLLM with kvoffload, and compare the answers to the answers without kvoffload.
 
     Args:
         options: the options of `kvoffload gpu-check`.
         model: the model's folder.
-        expected: the file with the answers that vLLM gave without kvoffload.
+        expected: the file that `plain` wrote.
         engine: vLLM's options.
         what: the prefix of each output line.
         settings: kvoffload's settings.
@@ -189,7 +191,7 @@ def offloading(
 
 
 def write_weights(folder: Path) -> None:
-    """Write a small model with random weights. They vary so much that each token depends on the whole context."""
+    """Write a small model whose random weights vary so much that each token depends on the whole context."""
     import torch
     import transformers
 
@@ -199,7 +201,7 @@ def write_weights(folder: Path) -> None:
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            if weight.dim() > 1:  # weights of norms are not changed
+            if weight.dim() > 1:  # norms keep their weights
                 weight.normal_(0, _WIDTH, generator=draw)
     model.save_pretrained(folder)
 
@@ -209,7 +211,7 @@ def _engine(model: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
 
 
 def _answers(vllm: Engine, at_once: int = PROMPTS) -> list[Answer]:
-    """Serve all prompts, at most `at_once` of them at a time, and return the answers after all copies have ended."""
+    """Serve all prompts in batches of `at_once`, and return the answers after all copies have ended."""
     prompts, outputs = _prompts(), list[Any]()
     for start in range(0, PROMPTS, at_once):
         outputs += vllm.serve(prompts[start : start + at_once], TOKENS, logprobs=VOCABULARY)[2]
@@ -245,7 +247,7 @@ def _reset(vllm: Engine) -> None:
 
 
 def _overwrite(vllm: Engine) -> None:
-    """Overwrite the blocks on the host: every number becomes about 1."""
+    """Overwrite every number in the host's blocks with 0.75."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker: Any = get_kv_transfer_group()
@@ -281,8 +283,8 @@ def _difference(mine: Answer, other: Answer) -> float:
     """Return the largest difference between two answers in the log-probability of a chosen token.
 
     The comparison ends at the first position where the answers have different tokens, because later tokens have
-    different contexts. At that position, both tokens are compared. If the two tokens were about equally likely, their
-    log-probabilities differ little between the answers; otherwise they differ much.
+    different contexts. At that position, the comparison covers both tokens. If both answers gave the two tokens about
+    the same probability, the difference stays small.
     """
     found = 0.0
     for (token, values), (expected, others) in zip(mine, other, strict=True):

@@ -1,7 +1,7 @@
-"""Translates vLLM's KV cache groups into kvoffload's groups. Imports vLLM only if an optional argument is left out.
+"""Translates vLLM's KV cache groups into kvoffload's groups.
 
-kvoffload numbers the groups that are offloaded, starting at 0. If a group is not offloaded, these numbers differ from
-vLLM's numbers, which vLLM's block tables and keys contain.
+kvoffload numbers the offloaded groups from 0. If a group is not offloaded, kvoffload's numbers differ from vLLM's.
+vLLM's block tables and block keys contain vLLM's numbers.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class VllmGroups:
     """The KV cache groups that are offloaded.
 
     Args:
-        shape: the engine's shape in the core's terms.
+        shape: the description of the engine that the core uses.
         ids: vLLM's number for each group.
-        hash_tokens: how many tokens each block hash of a request covers.
+        hash_tokens: the number of tokens that each block hash of a request covers.
     """
 
     shape: EngineShape
@@ -45,12 +45,12 @@ class VllmGroups:
 
     @property
     def hash_ratios(self) -> tuple[int, ...]:
-        """For each group, how many block hashes one block has. A block's last hash identifies the block."""
+        """For each group, the number of block hashes in a block. A block's last hash identifies the block."""
         return tuple(spec.block_tokens // self.hash_tokens for spec in self.shape.groups)
 
     @property
     def partly_hashed(self) -> dict[int, int]:
-        """The groups in which a part of a block can have a hash: the tokens of a block, by vLLM's group number."""
+        """The number of tokens in a block, by vLLM's group number, for groups whose blocks have several hashes."""
         specs = zip(self.ids, self.shape.groups, strict=True)
         return {number: spec.block_tokens for number, spec in specs if spec.block_tokens > self.hash_tokens}
 
@@ -68,9 +68,9 @@ def vllm_groups(
     Args:
         vllm_config: the engine's configuration.
         kv_cache_config: the configuration of the engine's KV cache.
-        features: what this vLLM offers to connectors; by default what the installed vLLM offers.
-        sizes: how many tokens a scheduler block and a block hash cover; by default the result of `find_block_sizes`.
-        recovers_loads: whether vLLM recomputes the tokens of a failed load. Otherwise vLLM fails the request.
+        features: the features of vLLM's connector interface; by default those of the installed vLLM.
+        sizes: the tokens in a scheduler block and in a block hash; by default the result of `find_block_sizes`.
+        recovers_loads: True if vLLM recomputes the tokens of a failed load; False if vLLM fails the request.
 
     Raises:
         ConfigError: this configuration cannot be offloaded; the message lists every reason.
@@ -91,7 +91,7 @@ def vllm_groups(
     shape = EngineShape(
         groups=specs,
         ranks=vllm_config.parallel_config.world_size,
-        # The null block is not counted, because no request uses it.
+        # vLLM counts the null block, which no request uses.
         device_blocks=kv_cache_config.num_blocks - 1,
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         match_tokens=match_tokens,
@@ -101,9 +101,9 @@ def vllm_groups(
 
 
 def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:
-    """Return how many tokens a block of vLLM's scheduler covers, and how many tokens a block hash covers.
+    """Return the number of tokens in a block of vLLM's scheduler, and the number of tokens that a block hash covers.
 
-    A hit's length is a multiple of the size of the scheduler's block.
+    A hit's length is a multiple of the scheduler's block size.
     """
     from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 
@@ -112,18 +112,18 @@ def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
 
 
 def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, has_lookahead: bool) -> GroupSpec:
-    # Any layer's spec will do, because all layers have the same values in the fields that are read here.
+    # `find_problems` has checked that all layers have the same kind, block size and window.
     spec = layer_specs(group.kv_cache_spec)[0]
     key_number = None if number == place else number
     return GroupSpec(place, kind_of(spec), spec.block_size, reach_of(spec), has_lookahead, key_number)
 
 
 def _with_lookahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> frozenset[int]:
-    """Return the groups in which vLLM drops the last block of a hit, because a draft model needs a block of lookahead.
+    """Return the numbers of the groups in which vLLM drops a hit's last block for a draft model.
 
-    vLLM marks these groups. If vLLM drops blocks but has marked no group, all groups count as marked. A group also
-    counts if a marked group has an equal spec, because vLLM matches groups with equal specs together. Recurrent
-    groups never count: with a draft model, vLLM keeps their state one block earlier instead.
+    vLLM marks these groups. If vLLM drops blocks but has marked no group, vLLM drops blocks of all groups. A group with
+    the same spec as a marked group counts as marked, because vLLM matches groups with equal specs together. Recurrent
+    groups do not count: with a draft model, vLLM keeps their state one block earlier instead.
     """
     marked = [group for group in groups if getattr(group, "is_eagle_group", False)]
     if not marked and _drops_for_draft(vllm_config):

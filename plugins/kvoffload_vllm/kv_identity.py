@@ -1,11 +1,11 @@
-"""Determines the KV identity: everything that vLLM's KV depends on apart from the block keys.
+"""Determines the KV identity: everything except the block keys that determines the bytes of vLLM's KV.
 
     engine created ─▶ first step ─▶ identity known ─▶ disk: folder locked ─▶ sent to workers ─▶ files open ─▶ index read
                                                    └▶ remote tier: generation read ─▶ each job carries the namespace
 
-Only the scheduler's process knows the seed of the block hashes, and only after vLLM has created the engine. So the
-scheduler's side determines the identity and sends it to the workers. The first tier that asks for the identity reads
-the weights, on a thread of its own; all other tiers get the same result.
+The seed of the block hashes exists only in the scheduler's process, and only after vLLM has created the engine. So the
+scheduler side determines the identity and sends the identity to the workers. The first tier that needs the identity
+reads the weights on the tier's thread. The other tiers wait for the result.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Identification:
     """Determines the KV identity on the scheduler's side.
 
     Args:
-        find: returns the identity of the engine's KV. It may read all weights. Call it only after vLLM has seeded its
+        find: returns the identity of the engine's KV. `Identification` calls `find` once, after vLLM has seeded its
             block hashes.
     """
 
@@ -85,9 +85,9 @@ class Identification:
         self._is_sent = False
 
     def identify(self) -> KVIdentity:
-        """Return the KV identity.
+        """Return the KV identity, after waiting for the engine's first step.
 
-        Call this method on a tier's thread, because it waits for the first step and then for the weights to be read.
+        Call this method on a tier's thread: the first call may read all weights, and other calls wait for that call.
 
         Raises:
             CancelledError: the engine stopped before the identity was known.
@@ -102,9 +102,9 @@ class Identification:
             return self._found
 
     def step(self, offload: SchedulerSide) -> KVIdentity | None:
-        """Begin a step, and return the identity if it must be sent to the workers in this step, otherwise None.
+        """Begin a step. Return the identity in the first step after the disk tier has locked its folder, else None.
 
-        The identity is returned once, in the first step after the disk tier's folder was locked.
+        The caller must send the identity to the workers.
         """
         if self._is_sent:
             return None
@@ -114,17 +114,17 @@ class Identification:
         return identity
 
     def close(self) -> None:
-        """Wake all threads that wait in `identify`, because the engine is stopping, perhaps before its first step."""
+        """End all calls of `identify` with `CancelledError`."""
         self._is_closed = True
         self._stepped.set()
 
 
 def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
-    """Return every reason why other processes could not find this engine's blocks on a disk or in a remote tier.
+    """Return every reason why other processes could not find this engine's blocks on the disk or in the remote tier.
 
     Args:
         vllm_config: the engine's configuration.
-        has_identity: whether the operator has named the weights with `weights_id`.
+        has_identity: whether the setting `weights_id` names the weights.
     """
     problems = [*_check_seed(vllm_config)]
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
@@ -146,15 +146,15 @@ def find_identity(
     by_hand: str | None = None,
     key: TierKey | None = None,
 ) -> KVIdentity:
-    """Return the identity of this engine's KV. Call this after vLLM has seeded its block hashes. May read all weights.
+    """Return the identity of this engine's KV. Call this function after vLLM has seeded its block hashes.
 
     Args:
         vllm_config: the engine's configuration.
         groups: the groups that are offloaded, in the form that `KVIdentity` uses.
-        hash_tokens: how many tokens a block hash covers.
-        root: the folder with the file that caches digests of weights.
-        by_hand: the setting `weights_id`; None if it is not set.
-        key: authenticates the KV and the cached digests; None if every process that writes them is trusted.
+        hash_tokens: the number of tokens that a block hash covers.
+        root: the folder of the cache of weight digests.
+        by_hand: the setting `weights_id`; if it is None, the function may read all weights.
+        key: authenticates the KV and the cached digests; None without authentication.
 
     Raises:
         DiskError: the identity cannot be determined.
@@ -169,14 +169,14 @@ def find_identity(
             parallel={
                 "tensor": parallel.tensor_parallel_size,
                 "pipeline": parallel.pipeline_parallel_size,
-            },  # data-parallel engines each have the whole model, so they share one identity
+            },  # not the data-parallel size: each data-parallel engine has the whole model
             settings={**_settings(vllm_config), "hash_tokens": str(hash_tokens)},
             groups=groups,
         )
         return with_key(identity, key)
     except DiskError:
         raise
-    except Exception as error:  # vLLM or the Hugging Face library may raise any exception here
+    except Exception as error:  # vLLM and the Hugging Face library may raise any exception
         raise DiskError(f"what this engine's KV depends on cannot be determined: {error!r}") from error
 
 
@@ -212,7 +212,7 @@ def _check_weights(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
 
 
 def _models(vllm_config: VllmConfig) -> list[tuple[ModelConfig, LoadConfig]]:
-    """Return the model and, if there is one, the draft model, each with its load configuration."""
+    """Return the model and the draft model, if there is one, each paired with its load configuration."""
     load = vllm_config.load_config
     models = [(vllm_config.model_config, load)]
     draft: Any = vllm_config.speculative_config
@@ -250,7 +250,7 @@ def _keys(vllm_config: VllmConfig) -> str:
 
 
 def _settings(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the settings that change the KV: the most common by name, and the rest as part of vLLM's own digests."""
+    """Return the settings that change the KV: common settings by name, all others within vLLM's own digests."""
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     attention: Any = getattr(vllm_config, "attention_config", None)
     draft: Any = vllm_config.speculative_config
@@ -270,7 +270,7 @@ def _settings(vllm_config: VllmConfig) -> dict[str, str]:
 
 
 def _digest(model: ModelConfig) -> str:
-    """Return vLLM's digest of a model's settings and configuration, leaving out where the model is stored."""
+    """Return vLLM's digest of a model's settings and configuration, without the model's location."""
     nameless = copy.copy(model)
     for name in _NAMES:
         if hasattr(nameless, name):
@@ -283,15 +283,15 @@ def _digest(model: ModelConfig) -> str:
 def _depends_on_length(hf_config: Mapping[str, Any]) -> bool:
     """Return whether a model's KV may depend on `max_model_len`.
 
-    vLLM uses this length to choose LongRoPE's factors and to switch on Llama 4's temperature tuning. Some models pass
-    it to dynamic NTK as the trained length. For all other models, the length only limits requests, so engines with
-    different lengths can share blocks.
+    vLLM uses `max_model_len` to choose LongRoPE's factors and to switch on Llama 4's temperature tuning. Some models
+    use it as the trained length in dynamic NTK scaling. For all other models, the length only limits requests, so
+    engines with different lengths can share blocks.
     """
     return "llama4" in str(hf_config.get("model_type")) or not _rope_types(hf_config) <= _LENGTHLESS_ROPES
 
 
 def _rope_types(settings: Mapping[str, Any], *, in_rope: bool = False) -> set[str]:
-    """Return all kinds of RoPE in a model's configuration, also those of nested models and of single layers."""
+    """Return all kinds of RoPE in a model's configuration, including the kinds for nested models and single layers."""
     found = {str(settings[name]) for name in ("rope_type", "type") if in_rope and name in settings}
     for name, value in settings.items():
         if isinstance(value, Mapping):
@@ -301,26 +301,23 @@ def _rope_types(settings: Mapping[str, Any], *, in_rope: bool = False) -> set[st
 
 
 def _device() -> str:
-    """Return the GPU's name, or on a CPU a digest of its instruction set.
-
-    The layout of the bytes in a block may depend on either.
-    """
+    """Return the GPU's name, or a digest of the CPU's instruction set if vLLM runs on a CPU."""
     from vllm.platforms import current_platform
 
     return cpu_name() if current_platform.is_cpu() else str(current_platform.get_device_name())
 
 
 def persists(request: Request) -> bool:
-    """Return whether a request's keys cover everything that its KV depends on.
+    """Return whether a request's block keys identify the request's KV after the engine has ended.
 
-    vLLM's hashes cover an adapter's name and path but not its weights. They cover a digest of an image, audio or video,
-    unless the caller gave the item a name: then they cover only this name.
+    The keys cover an adapter's name and path, but not the adapter's weights. The keys cover the digest of an image,
+    audio or video, unless the client named the item; then the keys cover only the name.
     """
     named = all(_is_digest(each.identifier) for each in request.mm_features or ())
     return request.lora_request is None and named
 
 
-_SHORTEST_DIGEST = 64  # the number of hexadecimal digits in a blake3 or sha256 digest
+_SHORTEST_DIGEST = 64  # hexadecimal digits of a blake3 or sha256 digest
 
 
 def _is_digest(name: str) -> bool:

@@ -1,18 +1,18 @@
-"""Finds the memory addresses of vLLM's KV blocks. Reads where the tensors actually are and assumes no layout.
+"""Finds the memory addresses of vLLM's KV blocks from the tensors' addresses and strides.
 
-Since 0.29, vLLM keeps all layers in one allocation and says where each page is: layer `l`'s page of block `b` is at
-`offset + l * layer_stride + b * block_stride`. In memory, a page is followed either by the next block's page of the
-same layer, or by the same block's page of the next layer:
+Since 0.29, vLLM keeps all layers in one allocation. Layer `l`'s page of block `b` is at
+`offset + l * layer_stride + b * block_stride`. The layout determines whether the next page in memory belongs to the
+next block, or to the next layer of the same block:
 
     layer outermost    | A0 A1 A2 .. | B0 B1 B2 .. |       one region per layer, or per part of a layer, such as a head
     block outermost    | A0 B0 | A1 B1 | A2 B2 | ..        one region
 
-Before 0.29, each tensor has an allocation of its own, or is part of a slab in which the block is the outermost
-dimension. The strides of a layer's view show whether there is a dimension outside the blocks. This is so if, for
-example, all keys are stored before all values.
+Before 0.29, each tensor has its own allocation, or is part of a slab whose outermost dimension counts blocks. The
+strides of a layer's view show whether another dimension is outside the blocks, for example if memory contains all keys
+before all values.
 
-Groups share memory: a block belongs to one group at a time, and all groups use the same bytes for a block with the same
-id. So a region is identified by its address and counted once.
+Groups share memory: a block belongs to one group at a time, and a block with a given id has the same bytes in all
+groups. So regions with the same address count once.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ BLOCKS_OUTERMOST = "BLHNC"
 
 
 def preferred_layout(vllm_config: VllmConfig) -> str | None:
-    """Return the layout to request from vLLM, or None to let vLLM choose. Workers check which layout they got.
+    """Return the layout to request from vLLM, or None to let vLLM choose.
 
-    vLLM calls this before the settings are validated, so only the setting `layout` is read here.
+    vLLM may ignore the request. vLLM calls this function before kvoffload has validated the settings.
     """
     settings = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-    # vLLM 0.29 and newer have it.
+    # vLLM 0.29 and newer have this module.
     offers_layouts = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
     return BLOCKS_OUTERMOST if offers_layouts and settings.get("layout") == "blocks" else None
 
@@ -56,7 +56,7 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
         kv_cache_config: the worker's KV cache configuration.
 
     Raises:
-        EngineContractError: the tensors are not made of pages of blocks, or the pages overlap or do not fill the
+        EngineContractError: the tensors cannot be divided into pages of blocks, or the pages overlap or do not fill the
             tensors.
     """
     blocks = kv_cache_config.num_blocks
@@ -77,15 +77,15 @@ def layout_of_caches(caches: Caches, kv_cache_config: KVCacheConfig) -> DeviceLa
 
 
 def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Mapping[str, object]) -> str:
-    """Return what determines the meaning of a block's bytes: each layer's attention backend and the form of its cache.
+    """Return a string that identifies the meaning of a block's bytes, but does not depend on the number of blocks.
 
-    vLLM chooses both while it loads the model, so only workers know them. The text does not depend on the number of
-    blocks.
+    The string has each layer's attention backend, and the dimensions and strides of the layer's cache. vLLM chooses
+    both while a worker loads the model.
 
     Args:
         caches: each layer's view of the KV cache, by layer name.
         kv_cache_config: the worker's KV cache configuration.
-        layers: vLLM's layers by name; vLLM calls this dictionary `static_forward_context`.
+        layers: vLLM's layers by name, which is vLLM's `static_forward_context`.
     """
     found = []
     for name, cache in sorted(caches.items()):
@@ -98,7 +98,7 @@ def meaning_of_caches(caches: Caches, kv_cache_config: KVCacheConfig, layers: Ma
 def _form(view: torch.Tensor, blocks: int) -> list[tuple[int, int, int | None]]:
     """Return the index, size and stride of each dimension of a view, the outermost dimension first.
 
-    The stride is None for dimensions outside a block, because it may depend on the number of blocks.
+    The stride of a dimension outside a block is None, because it may depend on the number of blocks.
     """
     strides = view.stride()
     block_dim = next(iter(_dimensions_of_blocks(view, blocks)), 0)
@@ -141,9 +141,9 @@ def _older_regions(tensor: KVCacheTensor, caches: Caches, blocks: int) -> Iterat
 
 
 def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[DeviceRegion]:
-    """Yield a region for each index of the dimensions outside the blocks, such as one for keys and one for values."""
+    """Yield a region for each index into the dimensions outside the blocks, such as one for keys and one for values."""
     block_dim = _block_dimension(name, view, blocks)
-    # A block of vLLM may consist of several blocks of the attention kernel.
+    # One of vLLM's blocks may consist of several blocks of the attention kernel.
     kernel_blocks = view.shape[block_dim] // blocks
     item, strides = view.element_size(), view.stride()
     others = [d for d in range(view.dim()) if d != block_dim and view.shape[d] > 1]
@@ -155,14 +155,18 @@ def _regions_by_strides(name: str, view: torch.Tensor, blocks: int) -> Iterator[
         raise EngineContractError(
             f"a block's bytes are scattered in {name}, of shape {tuple(view.shape)} and strides {strides}"
         )
-    page = strides[block_dim] * kernel_blocks * item  # includes padding after the page
+    page = strides[block_dim] * kernel_blocks * item  # strides include the padding after a page
     for places in itertools.product(*(range(view.shape[d]) for d in outer)):
         offset = sum(place * strides[d] for place, d in zip(places, outer, strict=True))
         yield _region(view.data_ptr() + offset * item, page, page, blocks, view)
 
 
 def _block_dimension(name: str, view: torch.Tensor, blocks: int) -> int:
-    """Return the dimension that counts blocks. It is the first, or the second if the first is for keys and values."""
+    """Return the index of the dimension that counts blocks.
+
+    Raises:
+        EngineContractError: neither of the first two dimensions counts blocks.
+    """
     fits = _dimensions_of_blocks(view, blocks)
     if not fits:
         raise EngineContractError(
@@ -172,13 +176,13 @@ def _block_dimension(name: str, view: torch.Tensor, blocks: int) -> int:
 
 
 def _dimensions_of_blocks(view: torch.Tensor, blocks: int) -> list[int]:
-    """Return the dimensions that may count blocks, the most likely dimension first."""
+    """Return the indices of the dimensions that may count blocks, the most likely dimension first."""
     fits = [d for d in range(min(view.dim(), 2)) if view.shape[d] and view.shape[d] % blocks == 0]
     return fits[::-1] if view.shape[:1] == (2,) else fits
 
 
 def _is_dense(dimensions: Iterable[tuple[int, int]]) -> bool:
-    """Return whether dimensions with these (stride, size) pairs fill one piece of memory without gaps."""
+    """Return whether dimensions, given as (stride, size) pairs, cover one range of memory without gaps."""
     expected = 1
     for stride, size in sorted(dimensions):
         if stride != expected:
@@ -188,7 +192,7 @@ def _is_dense(dimensions: Iterable[tuple[int, int]]) -> bool:
 
 
 def _check_apart(layout: DeviceLayout) -> None:
-    """Raise an error if two regions overlap, because their common bytes would be copied twice."""
+    """Raise an error if two regions overlap, because kvoffload would copy the common bytes twice."""
     ordered = sorted(layout.regions, key=lambda region: region.address)
     for region, following in itertools.pairwise(ordered):
         end = region.address + (region.blocks - 1) * region.block_stride + region.page_bytes
@@ -197,8 +201,8 @@ def _check_apart(layout: DeviceLayout) -> None:
 
 
 def _total_bytes(tensors: Sequence[KVCacheTensor]) -> int:
-    # If tensors share an allocation, `size` is the size of the whole allocation. Since 0.29 all tensors share one;
-    # before that, the parts of a slab do.
+    # If tensors share an allocation, `size` is the size of the whole allocation. Since 0.29, all tensors share one
+    # allocation; before 0.29, the parts of a slab do.
     common = [tensor.size for tensor in tensors if _is_part(tensor)]
     alone = [tensor.size for tensor in tensors if not _is_part(tensor)]
     return int(max(common, default=0) + sum(alone))

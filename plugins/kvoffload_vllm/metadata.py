@@ -1,4 +1,4 @@
-"""The messages that vLLM sends between the scheduler's process and the workers. vLLM pickles them."""
+"""The messages that vLLM pickles and sends between the connector's scheduler side and worker side."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the type checker runs without vLLM
-    """The message to the workers in each step.
+    """The message that the scheduler side sends to the workers in each step.
 
     Args:
         plan: the copies to start in this step.
-        answers: loads that have ended. Workers report those without a finished copy to vLLM.
-        disk: the KV identity, which determines the disk tier's folder. It is sent in one step and None in all others.
+        answers: loads that have ended. The workers report the loads without a finished copy to vLLM.
+        disk: the KV identity, from which workers find the disk tier's folder; None in all steps except one.
     """
 
     plan: TransferPlan = NOTHING
@@ -34,10 +34,10 @@ NO_PLAN = KVOffloadMetadata()
 
 
 class KVOffloadWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]  # the type checker runs without vLLM
-    """The message from the workers after a step.
+    """The message that the workers send to the scheduler side after a step.
 
     Args:
-        reports: a report from each rank that has something to report.
+        reports: the reports of all ranks whose copies have progressed.
     """
 
     def __init__(self, reports: tuple[TransferReport, ...]) -> None:

@@ -1,11 +1,11 @@
-"""Computes the sizes of vLLM's KV blocks from a model's `config.json`. Importing vLLM for this would take seconds.
+"""Computes the sizes of vLLM's KV blocks from a model's `config.json`, without importing vLLM, which takes seconds.
 
-A model type is supported only if a test compares its sizes with those of a stock vLLM, because a wrong size is worse
-than no size. In all supported models, every layer has full attention and all pages have the same size; DeepSeek's
-models with multi-head latent attention are among them. A block has one page in each layer.
+A model type is supported only if a test compares the computed sizes to the sizes in a stock vLLM. In all supported
+models, every layer has full attention or multi-head latent attention, and all pages have the same size. A block has one
+page in each layer.
 
-Each value in a `config.json` is checked for its type and bounds, because the file may come from anywhere. The file is
-in the model's folder or in the Hugging Face cache; nothing is downloaded.
+The file is in the model's folder or in the Hugging Face cache; nothing is downloaded. Because the file may come from
+anywhere, the type and bounds of each value are checked.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_ke
 """Values that vLLM's model classes use if a `config.json` does not contain them."""
 
 _FULL = "full_attention"
-_LARGEST_CONFIG = 1 << 20  # the size in bytes of the largest file that is read
-_SHOWN = 40  # the number of characters that an error message quotes from the file
+_LARGEST_CONFIG = 1 << 20  # the number of bytes after which `_read_json` stops reading
+_SHOWN = 40  # the most characters that an error message quotes from `config.json`
 _BLOCK_TOKENS = 16  # vLLM's default block size
-_LARGEST_HEAD = 192  # if a head is larger, vLLM may choose larger blocks
+_LARGEST_HEAD = 192  # for larger heads, vLLM may choose larger blocks
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -47,11 +47,11 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
 class SizesNotKnown(KVOffloadError):
-    """Raised when the sizes of a model's KV blocks cannot be computed."""
+    """Raised if kvoffload cannot compute the sizes of a model's KV blocks."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that are read from a `config.json`. Their names are those in the file."""
+    """The fields of a model's `config.json` that determine the sizes of KV blocks."""
 
     model_type: str
     num_hidden_layers: _Layers
@@ -74,7 +74,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of vLLM that the sizes depend on. Their names are vLLM's."""
+    """The vLLM options that determine the sizes of KV blocks. None means vLLM's default."""
 
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
@@ -88,10 +88,10 @@ class ModelSizes:
     """The sizes of one rank's KV blocks.
 
     Args:
-        page_bytes: bytes of one block in one layer.
+        page_bytes: the bytes of one block in one layer.
         pages: the number of pages in a block, which is the number of layers on a rank.
         tokens: the number of tokens in a block.
-        about: a description of the calculation, for people to read.
+        about: a description of the calculation, for the doctor's output.
     """
 
     page_bytes: int
@@ -101,7 +101,7 @@ class ModelSizes:
 
     @property
     def block_bytes(self) -> int:
-        """The size of a block in all layers together, in bytes."""
+        """The bytes of one block in all layers of a rank."""
         return self.page_bytes * self.pages
 
 
@@ -109,12 +109,12 @@ def read_config(model: str, revision: str = "main") -> ModelConfig:
     """Read the `config.json` of a model.
 
     Args:
-        model: the model's folder, its `config.json`, or the id of a model in the Hugging Face cache.
-        revision: which revision of the model to read from the cache.
+        model: the model's folder, the path of the `config.json`, or the id of a model in the Hugging Face cache.
+        revision: the branch, tag or commit to read from the cache.
 
     Raises:
         ConfigError: the file does not exist, cannot be read or is invalid.
-        SizesNotKnown: this type of model is not supported, or the cache does not have the model.
+        SizesNotKnown: the model's type is not supported, or the cache does not have the model.
     """
     path = Path(model)
     try:
@@ -148,18 +148,18 @@ def _snapshot(model: str, revision: str) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, object]:
-    if not path.is_file():  # reading a pipe or a device might never end
+    if not path.is_file():  # reading from a pipe or a device may never end
         raise _wrong(f"{path} is missing, or not a regular file")
     with path.open("rb") as file:
         return msgspec.json.decode(file.read(_LARGEST_CONFIG), type=dict[str, object])
 
 
 def model_of(raw: Mapping[str, object]) -> ModelConfig:
-    """Check and convert the content of a `config.json`.
+    """Validate the content of a `config.json`.
 
     Raises:
         ConfigError: a value has the wrong type or is out of bounds.
-        SizesNotKnown: this type of model is not supported.
+        SizesNotKnown: the model's type is not supported.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
@@ -176,7 +176,7 @@ def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
 
     Raises:
         ConfigError: a value that the sizes depend on is missing or cannot be used.
-        SizesNotKnown: the sizes do not follow from these values.
+        SizesNotKnown: the sizes depend on more than the given values.
     """
     tokens = options.block_size or _BLOCK_TOKENS
     token_bytes, calculation = _token(model, _item_bytes(model, options), options)
@@ -187,7 +187,7 @@ def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
 
 
 def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
-    """Return how many bytes a token takes in one layer, and a description of the calculation."""
+    """Return the bytes of one token in one layer, and a description of the calculation."""
     if model.model_type == _MLA:
         width = _needed(model, "kv_lora_rank") + _needed(model, "qk_rope_head_dim")
         _check_block(options, is_usual=False)
@@ -218,7 +218,7 @@ def _needed(model: ModelConfig, name: str) -> int:
 
 
 def _layers(model: ModelConfig, options: Options) -> int:
-    """Return how many layers a rank has. Raise an error unless all of the model's layers have full attention."""
+    """Return the number of layers on a rank. Raise an error if a layer does not have full attention."""
     layers, kind, stages = model.num_hidden_layers, model.model_type, options.pipeline_parallel_size
     if model.layer_types is not None and len(model.layer_types) != layers:
         raise _wrong(f"config.json has {layers} num_hidden_layers and {len(model.layer_types)} layer_types")
@@ -248,7 +248,7 @@ def _item_bytes(model: ModelConfig, options: Options) -> int:
 
 
 def _chooses_dtype(quantization: object) -> bool:
-    """Return whether a quantization configuration sets the KV cache's type, at any depth."""
+    """Return whether a quantization configuration, or an object nested in it, sets the KV cache's dtype."""
     return isinstance(quantization, dict) and any(
         ("kv_cache" in name and value) or _chooses_dtype(value) for name, value in quantization.items()
     )

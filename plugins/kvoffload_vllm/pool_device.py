@@ -1,4 +1,4 @@
-"""Gives the core access to vLLM's block pool. A lease of a block is a reference to the block."""
+"""Gives the core access to vLLM's block pool. For each lease of a block, kvoffload holds a reference in the pool."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GROUP_BYTES = 4
 
 
 class VllmDevice:
-    """Adapts vLLM's block pool to the core's interface. Call `bind` once vLLM's scheduler has created the pool.
+    """Adapts vLLM's block pool to the core's interface. Call `bind` after vLLM's scheduler has created the pool.
 
     Args:
-        partly_hashed: the groups in which a part of a block can have a hash: the tokens of a block, by vLLM's group
-            number.
+        partly_hashed: the number of tokens in a block, by vLLM's group number, for groups whose blocks have several
+            hashes.
     """
 
     _pool: BlockPool
@@ -31,7 +31,6 @@ class VllmDevice:
         self._partly_hashed = dict(partly_hashed or {})
 
     def bind(self, pool: BlockPool) -> None:
-        """Set the pool to use."""
         self._pool = pool
 
     def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
@@ -52,7 +51,7 @@ class VllmDevice:
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
         known = self._pool.blocks
         if not self._partly_hashed:
-            return [known[block].block_hash for block in blocks]  # vLLM's keys are the core's keys
+            return [known[block].block_hash for block in blocks]  # vLLM's `block_hash` is the core's key
         return [self._whole_key(known[block]) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
@@ -63,7 +62,7 @@ class VllmDevice:
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
         """Return a message for each block that has fewer references than leases.
 
-        A block may have more references than leases, because vLLM counts its own references too.
+        More references than leases are correct, because requests hold references too.
         """
         counted = {block: self._pool.blocks[block].ref_cnt for block in leases}
         return [
@@ -73,7 +72,7 @@ class VllmDevice:
         ]
 
     def _whole_key(self, block: KVCacheBlock) -> BlockKey | None:
-        """Return a block's key. If the key covers only a part of the block, return None: no lookup uses such keys."""
+        """Return a block's key, or None if the key covers only a part of the block: no lookup uses such keys."""
         key: BlockKey | None = block.block_hash
         tokens = None if key is None else self._partly_hashed.get(split_key(key)[1])
         if tokens is not None and (block.block_hash_num_tokens or 0) % tokens:

@@ -1,9 +1,10 @@
-"""Records how much of each of vLLM's requests was reported to the core, and decides when to report more.
+"""Decides when to report the progress of vLLM's requests to the core.
 
-The progress of prefills is reported at once. Decoding requests complete only a few blocks in each step, and each
-report leads to a job. So their progress is reported only every 16th step, and one job then stores all their new
-blocks. With lazy stores, it is reported in every step. Newly allocated blocks are never delayed (R7, R10), and no
-progress is delayed while the device is so full that running requests may be preempted.
+The progress of a prefill is reported in the next step. A decoding batch completes only a few blocks in each step, and
+each report leads to a store job. So the progress of decoding requests is reported only every 16th step, and one job
+stores all new blocks. With lazy stores, progress is reported in every step. Newly allocated blocks are reported in the
+same step (R7, R10). All progress is reported at once while the device has so few free blocks that vLLM may preempt
+requests.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class KeyMaker:
     """Turns a request's block hashes into the keys of each group.
 
     Args:
-        ratios: for each group, how many block hashes one block has. A block's last hash identifies the block.
-        group_ids: for each group, vLLM's group number. All keys of the group end with this number.
+        ratios: for each group, the number of block hashes in a block. A block's last hash identifies the block.
+        group_ids: for each group, vLLM's group number, which is the end of all keys of the group.
     """
 
     def __init__(self, ratios: Sequence[int], group_ids: Sequence[int]) -> None:
@@ -51,7 +52,7 @@ class KeyMaker:
 
     def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
         """Return, for each group, the keys of the blocks whose last hash is in `hashes[first:]`."""
-        # A fast path, because a decoding request usually completes one block at a time.
+        # This fast path serves decoding requests, which usually complete one block at a time.
         if self._has_one_hash_a_block and len(hashes) - first == 1:
             alone = [(hashes[first] + suffix,) for suffix in self._suffixes]
             return tuple(alone)  # type: ignore[arg-type]  # `BlockKey()` would cost one call per key
@@ -63,15 +64,15 @@ class KeyMaker:
 
 
 class Tracked(Struct, eq=False):
-    """One of vLLM's requests, and how much of it was reported to the core.
+    """One of vLLM's requests, with the progress that the core already has.
 
     Args:
         request: vLLM's request.
-        hashes: the number of block hashes reported so far.
-        last_hash: the last reported hash. If vLLM rewrites any earlier hash, this hash changes as well.
-        noted: how many block hashes have notes for events, counted since the request got its block table.
-        found_tokens: how many of the request's tokens the device had at the last lookup.
-        boundary: the number of confirmed tokens at which there is progress to report. `ProgressReports` sets it.
+        hashes: the number of block hashes reported to the core.
+        last_hash: the last reported hash. If vLLM rewrites any earlier hash, the last hash changes as well.
+        noted: the number of block hashes that have notes for events. A new block table resets the number to 0.
+        found_tokens: the number of the request's tokens that were on the device at the last lookup.
+        boundary: the number of confirmed tokens from which `ProgressReports` has progress to report.
     """
 
     request: Request
@@ -83,7 +84,7 @@ class Tracked(Struct, eq=False):
 
     @property
     def trace_parent(self) -> str | None:
-        """The client's W3C `traceparent`, which vLLM passes on only if its own tracing is on; None without one."""
+        """The client's W3C `traceparent`; None if the client sent none, or if vLLM's tracing is off."""
         headers = getattr(self.request, "trace_headers", None)
         return headers.get("traceparent") if headers else None
 
@@ -91,13 +92,13 @@ class Tracked(Struct, eq=False):
     def is_rewritten(self) -> bool:
         """Whether vLLM replaced hashes that were already reported.
 
-        This happens when a session's next input replaces tokens that were not computed yet.
+        vLLM does so if a streaming session's next input replaces tokens that vLLM has not computed yet.
         """
         hashes, sent = self.request.block_hashes, self.hashes
         return sent > 0 and (len(hashes) < sent or hashes[sent - 1] != self.last_hash)
 
     def new_keys(self, maker: KeyMaker) -> tuple[tuple[BlockKey, ...], ...]:
-        """Return the keys that were not reported yet, and mark them as reported."""
+        """Return the unreported keys, and mark them as reported."""
         hashes = self.request.block_hashes
         keys = maker.keys(hashes, self.hashes)
         self.hashes = len(hashes)
@@ -108,17 +109,17 @@ class Tracked(Struct, eq=False):
 class ProgressReports:
     """Decides in each step for which requests to report progress to the core.
 
-    A request that computed several tokens in a step is checked in the next step that schedules this request. All
-    scheduled requests are checked in every 16th step.
+    A request that computes several tokens in a step is checked in the next step that schedules the request. All
+    scheduled requests are checked in every step whose number is a multiple of `every`.
 
     Args:
-        shape: the engine's fixed facts.
+        shape: the description of the engine that the core uses.
         groups: vLLM's numbers for the groups that are offloaded.
         keys: turns block hashes into keys.
         device: vLLM's block pool.
         tracked: the requests, by name.
-        every: the number of steps between two reports of decoding requests, a power of two. Requests that fill a block
-            in fewer steps are reported more often, so that each block is reported before it leaves a sliding window.
+        every: the number of steps between two reports of decoding requests, a power of two. If requests fill a block
+            in fewer steps, they are reported more often, so that a block is reported before it leaves a sliding window.
         tier_events: makes vLLM's KV cache events; None if vLLM publishes none.
     """
 
@@ -143,35 +144,43 @@ class ProgressReports:
         self._every = self._reports_every(1)
         self.steps = 0
         self._soon: dict[str, int] = {}
-        """The requests to check, because they computed several tokens in a step. The values are these numbers."""
+        """The requests that computed several tokens in a step and are not yet checked, with the number of tokens."""
         self._late: dict[str, _Table] = {}
-        """For each request, the newly allocated blocks that were not reported yet."""
+        """For each request, the newly allocated blocks that are not yet part of a progress report."""
 
     def allocated(self, tracked: Tracked, known: int) -> None:
-        """Record that a request got a block table with `known` computed tokens. The caller must report the table."""
+        """Record that vLLM allocated a request's block table. The caller must report the table to the core.
+
+        Args:
+            tracked: the request.
+            known: the number of tokens whose blocks were already computed.
+        """
         name = tracked.request.request_id
         self.forget(name)
         tracked.boundary = known + 1
         if tracked.hashes != len(tracked.request.block_hashes):
-            # A session's next input has new keys. The first step must report these keys, even if it confirms no tokens.
+            # The next input of a session brings new keys, which the first step must report even without new tokens.
             tracked.boundary = known
             self._soon[name] = self._least_block
 
     def forget(self, name: str) -> _Table:
-        """Forget the block table of a request that loses the table. Return the blocks that were not reported yet."""
+        """Forget the block table of a request that vLLM preempts or ends. Return the unreported blocks."""
         self._soon.pop(name, None)
         return self._late.pop(name, ())
 
     def step(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
     ) -> tuple[tuple[facts.Progress, ...], list[DeviceBlockId]]:
-        """Return the progress to report in this step, and the newly allocated blocks that it may not contain."""
+        """Return the progress to report in this step, and newly allocated blocks.
+
+        The list of blocks is empty if the progress contains all of them.
+        """
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
         self.steps += 1
         reallocated: list[DeviceBlockId] = []
-        # Most requests have no new block, and `compress` skips them quickly. For a resumed request, vLLM passes the
-        # whole block table. That table was already reported when vLLM allocated it.
+        # Most requests have no new block, and `compress` skips these requests quickly. For a resumed request, vLLM
+        # passes the whole block table, but the core already has this table since vLLM allocated it.
         for name, blocks in compress(zip(cached.req_ids, tables, strict=True), tables):
             if name not in resumed and name in self._tracked:
                 table: _Table = tuple([tuple(blocks[group]) for group in groups])
@@ -189,9 +198,9 @@ class ProgressReports:
         return progress, reallocated
 
     def _take_soon(self, scheduled: Mapping[str, int]) -> list[str]:
-        """Return the requests to check in this step, and remove them from `_soon`.
+        """Return the scheduled requests to check in this step, and remove them from `_soon`.
 
-        Only scheduled requests are returned: any other may have been preempted, which vLLM reports only later.
+        vLLM may have preempted a request that is not scheduled, and reports the preemption only in a later step.
         """
         found = [
             name
@@ -206,7 +215,7 @@ class ProgressReports:
     def _progress(
         self, looks: Iterable[str], scheduled: Mapping[str, int], complete: Sequence[str]
     ) -> tuple[facts.Progress, ...]:
-        """Return the progress of requests that have a new block, a computed block or a complete recurrent state."""
+        """Return the progress of each request that has a new block, a computed block or a complete recurrent state."""
         progress: list[facts.Progress] = []
         for name in dict.fromkeys((*complete, *looks)) if complete else looks:
             tracked = self._tracked.get(name)
@@ -228,7 +237,7 @@ class ProgressReports:
         return _make_progress((name, confirmed, self._late.pop(name, ()), new_keys))
 
     def _reports_every(self, tokens: int) -> int:
-        """Return the number of steps between two reports of a request that computes this many tokens per step."""
+        """Return the number of steps between two reports of a request that computes `tokens` tokens in each step."""
         every = self._most
         while every > 1 and every * tokens > self._least_block:
             every //= 2

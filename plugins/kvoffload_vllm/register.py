@@ -13,5 +13,5 @@ def register() -> None:
     try:
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     except ValueError:
-        # `register` was already called in this process
+        # An earlier call in this process has registered the connector.
         return

@@ -1,4 +1,4 @@
-"""The connector's hooks on the scheduler's side. They turn vLLM's calls into facts, and answers into vLLM's types."""
+"""The connector's hooks on the scheduler side. They turn vLLM's calls into facts."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class VllmScheduler:
         device: vLLM's block pool.
         groups: the groups that are offloaded.
         changes: collects changes of the counters for vLLM's own metrics.
-        closed: called at the end of `close`.
-        report_every: the number of steps between two reports of decoding requests' progress.
+        closed: a function that `close` calls at its end.
+        report_every: the number of steps between two progress reports of decoding requests.
         tier_events: makes vLLM's KV cache events; None if vLLM publishes none.
         identification: determines the KV identity; None without a tier below the host.
     """
@@ -107,9 +107,9 @@ class VllmScheduler:
         if not self._state_tokens:
             found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys)
             return found, bool(found)
-        # vLLM ends a prefill chunk at this boundary and keeps the recurrent state there. Before each lookup, vLLM
-        # sets the boundary to the end of the prefix whose blocks are on the device but whose state is not. The
-        # boundary may be moved here, because vLLM reads it again after the lookup.
+        # vLLM ends a prefill chunk at the shared prefix boundary and keeps the recurrent state there. Before each
+        # lookup, vLLM sets the boundary to the end of the prefix whose attention blocks, but not recurrent state, are
+        # on the device. Setting a later boundary has an effect, because vLLM reads the boundary after the lookup.
         kept = getattr(request, "shared_prefix_boundary", None)
         found = self.offload.lookup(name, num_computed_tokens, request.num_tokens, new_keys, kept or 0)
         if kept is not None and found is not None:
@@ -122,7 +122,7 @@ class VllmScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.is_rewritten:
             tracked = self._start_anew(request, tracked)
-        # All blocks after these tokens are newly allocated.
+        # All blocks after the first `known` tokens are newly allocated.
         known = max(tracked.found_tokens, request.num_computed_tokens)
         tracked.noted = 0
         self._progress.allocated(tracked, known)
@@ -150,7 +150,7 @@ class VllmScheduler:
             self._progress.steps, progress, preempted, reallocated, total - decoding, decoding, states
         )
         plan = self.offload.step(fact)
-        # The workers must report these loads to vLLM, because vLLM accepts the end of a load only from workers.
+        # The answers go to the workers, because vLLM accepts the end of a load only from workers.
         copies, answers = self.offload.copies, NO_ANSWERS
         if copies.awaited or copies.answers is not NO_ANSWERS or self.offload.faults.cause is not None:
             answers = self.offload.take_answers()
@@ -172,10 +172,10 @@ class VllmScheduler:
         return False, None
 
     def _request_ended(self, request: Request, *, holds_blocks: bool) -> None:
-        """Report to the core that a request finished or was aborted. vLLM frees the request's blocks after this call.
+        """Report to the core that a request finished or was aborted.
 
-        If the request's hashes were rewritten, its remaining blocks are not stored, because they may contain other
-        tokens.
+        If vLLM has rewritten the request's hashes, the unreported blocks are not stored, because the blocks may contain
+        the tokens from before.
         """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
@@ -193,7 +193,10 @@ class VllmScheduler:
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
 
     def get_kv_connector_stats(self) -> KVOffloadStats | None:
-        """Return how the metrics have changed, or None. While the engine is busy, do so at most once a second."""
+        """Return the changes of the metrics since the last call; None without changes.
+
+        While requests or copies exist, return None until a second has passed since the last changes.
+        """
         if self._changes.now() < self._changes.next_s and (self._tracked or self.has_pending_push_work()):
             return None
         changes = self._changes.take()
@@ -215,19 +218,19 @@ class VllmScheduler:
     def has_pending_push_work(self) -> bool:
         return self.offload.has_work
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- private ------------------------------------------------------------------------------------------------
 
     def _start_anew(self, request: Request, tracked: Tracked | None) -> Tracked:
         """Report a request to the core as new.
 
-        This is needed if vLLM never reported the request as new, or has rewritten its hashes since then.
+        Call this method if vLLM never called `on_new_request`, or has since rewritten the request's hashes.
         """
         if tracked is not None:
             self._request_ended(request, holds_blocks=request.num_computed_tokens > 0)
         return self.on_new_request(request)
 
     def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
-        """Return the recurrent states that this step completes at a block's end. Lookups never use other states."""
+        """Return the recurrent states that this step completes at the end of a block. Lookups use only such states."""
         offered = getattr(output, "kv_connector_block_state", None)
         if offered is None:
             return ()

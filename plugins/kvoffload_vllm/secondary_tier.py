@@ -2,9 +2,9 @@
 
     {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier", "disk_path": ..., "disk_bytes": ...}
 
-vLLM calls the tier in the scheduler's process, one call at a time. Only `drain_jobs` and `shutdown` wait. All other
-calls return at once, because a few threads run the jobs by calls of `TierCache`, which have time limits. What vLLM
-calls a chunk, with the bytes of all ranks, is a page for `TierCache`.
+vLLM calls the tier in the scheduler's process, one call at a time. Only `drain_jobs` and `shutdown` wait; all other
+calls return at once, because threads run the jobs. The threads call `TierCache`, whose calls have time limits. One of
+vLLM's chunks, with the bytes of all ranks, is one of `TierCache`'s pages.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ if TYPE_CHECKING:
 
 Copy = Callable[[Sequence[bytes], Sequence[Page]], list[bool]]
 
-_THREADS = 2  # threads that load, and as many that store; more threads copy the batches of each call
+_THREADS = 2  # the number of threads for loads, and the same number for stores
 _CLOSING_S = 5.0
 
 log = get_logger("tiers")
 
 
 class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type checker runs without vLLM
-    """Makes kvoffload's disk and remote tier a secondary tier of vLLM.
+    """Makes kvoffload's disk tier and remote tier a secondary tier of vLLM.
 
     Args:
         offloading_spec: vLLM's description of the offloaded KV cache.
-        primary_kv_view: vLLM's host memory, of the shape [chunks, bytes of a chunk].
+        primary_kv_view: vLLM's host memory, of shape [chunks, bytes of a chunk].
         tier_type: the tier's name in vLLM's metrics.
-        enable_kv_events: whether to publish which blocks arrive on the disk and leave it, if vLLM publishes events.
+        enable_kv_events: whether to publish events about blocks on the disk. vLLM's own events must be on as well.
         options: kvoffload's settings, as in `tier_config`, and further arguments of the base class.
 
     Raises:
@@ -110,7 +110,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         self._loads = DaemonExecutor("kvoffload-tier-load", _THREADS)
         self._stores = DaemonExecutor("kvoffload-tier-store", _THREADS)
         self._open: dict[int, tuple[TransferJob, Future[tuple[list[bool], float]]]] = {}
-        # For each live request, the blocks whose load failed. A failed load is not tried again.
+        # For each live request, the blocks whose load failed. Lookups miss these blocks, so vLLM does not retry.
         self._failed: dict[str, set[OffloadKey]] = {}
         self._counted = Changes(self._cache)
         events = offloading_spec.kv_events_config
@@ -152,7 +152,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         return [self._result(*self._open.pop(number)) for number in ended]
 
     def drain_jobs(self) -> None:
-        """Wait for every job, and invalidate all blocks (R10), because vLLM calls this only to reset its cache."""
+        """Wait for every job, and invalidate all blocks (R10), because vLLM drains the jobs only to reset its cache."""
         wait([future for _, future in self._open.values()])
         if not self._cache.reset():
             log.warning("reset_incomplete", note="a process that starts now may find blocks from before")
@@ -184,9 +184,9 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
             self._lookups.flush()
 
     def has_pending_work(self) -> bool:
-        """Return whether an idle engine must keep stepping: after its start until the tiers are open.
+        """Return whether an idle engine must keep stepping because the tiers are still opening.
 
-        The engine steps for this reason for at most `disk_drain_s` seconds.
+        After `disk_drain_s` seconds, return False even if the tiers are not open.
         """
         now = time.monotonic()
         if self._idles_until is None:
@@ -228,14 +228,14 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
     def shutdown(self) -> None:
         self._is_closed = True
         self._stepped.set()
-        self._cache.close()  # ends all calls of the cache
+        self._cache.close()  # ends the calls in which the threads wait
         if self._lookups is not None:
             self._lookups.shutdown()
         wait([future for _, future in self._open.values()], _CLOSING_S)
         self._memory.release()
 
     def _identify(self, vllm_config: VllmConfig) -> KVIdentity:
-        """Return the KV's identity. Waits for the first step, because vLLM seeds its block hashes before that step."""
+        """Return the KV identity. Wait for the engine's first step, because only then vLLM has seeded block hashes."""
         from vllm import envs
 
         self._stepped.wait()
@@ -254,7 +254,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # as above
-    """Looks up blocks in the remote tier, on a thread of its own."""
+    """Looks up blocks in the remote tier on a separate thread."""
 
     def __init__(self, tier_type: str, cache: TierCache) -> None:
         self._cache = cache
@@ -276,12 +276,12 @@ def _check(vllm_config: VllmConfig, config: OffloadConfig) -> None:
 
 
 def _config_of_caller() -> VllmConfig:
-    """Return the configuration of the engine that vLLM is creating.
+    """Return the configuration of the engine that vLLM is creating, from a local variable of a calling function.
 
-    vLLM does not pass its configuration to tiers, so this function looks for it in the callers' local variables.
+    vLLM does not pass its configuration to tiers.
 
     Raises:
-        ConfigError: no caller has a local variable with the configuration.
+        ConfigError: no calling function has the configuration in a local variable.
     """
     frame = inspect.currentframe()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""Sends metrics from the scheduler's side to vLLM's front end, which exports them in its own `/metrics`."""
+"""Sends kvoffload's metrics from the scheduler side to vLLM's front end, which exports them in vLLM's `/metrics`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # the type checker runs without vLLM
-    """A message to vLLM's front end. `data` contains what changed in the metrics since the last message.
+    """A message to vLLM's front end. `data` contains the changes of the metrics since the last message.
 
-    `kvoffload.telemetry.payload` describes the format.
+    `kvoffload.telemetry.payload` describes the format of `data`.
     """
 
     def reset(self) -> None:
-        """Remove all changes. This sets a new dictionary, because another object may still use the old one."""
+        """Replace `data` with an empty dictionary; other objects may still use the old dictionary."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVOffloadStats:
-        """Add the changes of a later message, or of another rank's message, to this message."""
+        """Add the changes of a later message, or of another rank's message, to `data`."""
         payload.merge(self.data, other.data)
         return self
 
@@ -37,7 +37,7 @@ class KVOffloadStats(KVConnectorStats):  # type: ignore[misc]  # the type checke
 
 
 class KVOffloadPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # the type checker runs without vLLM
-    """Exports kvoffload's metrics in one of vLLM's front ends, for all engines of this front end."""
+    """Exports the metrics of all engines that belong to one of vLLM's front ends."""
 
     def __init__(self, vllm_config: VllmConfig, *metrics: Any) -> None:  # noqa: ANN401  # see `build_prom_metrics`
         super().__init__(vllm_config, *metrics)

@@ -1,9 +1,9 @@
 """Decides whether kvoffload supports a vLLM configuration.
 
-An unsupported configuration is refused at the start, so that vLLM never uses a wrong block.
+With an unsupported configuration, the connector refuses to start, so that vLLM never uses a wrong block.
 
-For a prefix hit, vLLM needs blocks of every group except those that it can rebuild (`prefix_cacheable` is False). If
-kvoffload cannot copy one of the needed groups, the whole model cannot be offloaded.
+For a prefix hit, vLLM needs blocks of every group except the groups that it rebuilds (`prefix_cacheable` is False). So
+kvoffload supports a model only if it can copy every needed group.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ NEEDED = (
     "has_pending_push_work",
     "on_new_request",
     "requires_kv_delivery",
-    # Since 0.28; older versions used recurrent states that a hit had not loaded.
+    # vLLM 0.28 and newer have this attribute. Older versions used recurrent states that a hit had not loaded.
     "supports_divergent_local_hybrid_hits",
 )
 """The attributes that vLLM's base class for connectors must have."""
 
-_WRAPPER = "kv_cache_specs"  # the attribute of a group's spec that contains a spec for each layer
+_WRAPPER = "kv_cache_specs"  # the attribute of a group's spec that contains the layers' specs, if they differ
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a vLLM version offers to connectors.
+    """The features of a vLLM version's connector interface.
 
     Args:
-        reports_failed_loads: whether a connector can report which requests' loads failed. Models with several groups
-            recover only from loads reported this way.
-        hands_off_states: whether each step says which recurrent states it completes, and in which blocks.
-        lacks: attributes that the connector needs and this version does not have.
+        reports_failed_loads: whether a connector can report failed loads by request. Without this feature, vLLM cannot
+            recover from failed loads of a model with several groups.
+        hands_off_states: whether vLLM reports, in each step, the completed recurrent states and the states' blocks.
+        lacks: the attributes that the connector needs but vLLM's base class lacks.
     """
 
     reports_failed_loads: bool = True
@@ -77,7 +77,7 @@ def find_features() -> Features:
 
 
 def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
-    """Return the specs of a group's layers: one spec for all layers, or one spec for each layer."""
+    """Return the group's only spec if all layers share it, otherwise a spec for each layer."""
     wrapped: dict[str, KVCacheSpec] | None = getattr(spec, _WRAPPER, None)
     return tuple(wrapped.values()) if wrapped else (spec,)
 
@@ -88,7 +88,7 @@ def is_needed_for_hits(group: KVCacheGroupSpec) -> bool:
 
 
 def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, features: Features) -> list[str]:
-    """Return all reasons why this configuration cannot be offloaded. Each reason is a sentence."""
+    """Return every reason why kvoffload does not support a configuration. Each reason is a sentence."""
     if features.lacks:
         return [f"this vLLM lacks {', '.join(features.lacks)}; the connector works with {VERSIONS}"]
     groups = kv_cache_config.kv_cache_groups
@@ -107,7 +107,7 @@ def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, featu
 
 
 def role_problems(role: object) -> Iterator[str]:
-    """Yield a problem if vLLM's `kv_role` is not supported. The doctor calls this function before vLLM starts."""
+    """Yield a problem if kvoffload does not support a `kv_role`. The doctor calls this function without vLLM."""
     if role != "kv_both":
         yield f"kv_role is {role!r:.40}; it must be 'kv_both', because blocks are both stored and loaded"
 
@@ -119,7 +119,7 @@ def _check_settings(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def option_problems(caches_prefixes: bool, model: object, parallel: object) -> Iterator[str]:
-    """Yield each problem with vLLM's options. The doctor calls this function before vLLM starts.
+    """Yield each problem with vLLM's options. The doctor calls this function without vLLM.
 
     Args:
         caches_prefixes: whether vLLM's prefix caching is on.
@@ -144,7 +144,7 @@ def _check_ranks(parallel_config: object) -> Iterator[str]:
     launcher = getattr(parallel_config, "distributed_executor_backend", None)
     ranks = getattr(parallel_config, "world_size", 1)
     if launcher == "external_launcher" and ranks > 1:
-        # Each scheduler gets the reports of only its own worker, and copies end at different times on different ranks.
+        # Each scheduler gets only its own worker's reports, but copies end at different times on different ranks.
         yield (
             f"distributed_executor_backend is {launcher!r} with {ranks} ranks: each has its own scheduler, and all "
             "must schedule alike, but their host memories differ; start with mp or ray"
@@ -152,7 +152,7 @@ def _check_ranks(parallel_config: object) -> Iterator[str]:
 
 
 def _check_tiers(kv_cache_config: KVCacheConfig) -> Iterator[str]:
-    # Only HiSparse has groups whose KV is on the host, or is rebuilt from another group after a load.
+    # Only HiSparse keeps a group's KV on the host, or rebuilds a group's KV from another group after a load.
     moved = any(
         getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True)
         for group in kv_cache_config.kv_cache_groups
@@ -173,10 +173,7 @@ def _check_group(number: int, specs: Sequence[KVCacheSpec], features: Features) 
 
 
 def _check_states(number: int, specs: Sequence[KVCacheSpec], features: Features) -> Iterator[str]:
-    """Yield a problem if a group's recurrent states cannot be stored.
-
-    They can be stored only where vLLM hands them to the connector, because they are complete only there.
-    """
+    """Yield a problem if vLLM does not hand a group's recurrent states to connectors when the states are complete."""
     if not features.hands_off_states:
         yield (
             f"KV cache group {number} holds recurrent (Mamba) states, which this vLLM does not hand to connectors; "
@@ -192,15 +189,15 @@ def _check_states(number: int, specs: Sequence[KVCacheSpec], features: Features)
 
 
 def kind_of(spec: KVCacheSpec) -> AttentionKind:
-    """Return a layer's attention kind. The spec's class must be in `KINDS`."""
+    """Return a layer's attention kind. The class of `spec` must be in `KINDS`."""
     return KINDS[type(spec).__name__]
 
 
 def reach_of(spec: KVCacheSpec) -> int | None:
-    """Return the size of the window or chunk in tokens; None for full attention and for recurrent layers.
+    """Return the size of a layer's window or chunk in tokens; None for full attention and for recurrent layers.
 
-    If a draft model recomputes tokens, vLLM keeps more tokens than the attention window covers. On a hit, vLLM treats
-    all of these tokens as computed, so their blocks must all be loaded, and the returned window includes them.
+    The window includes the tokens that vLLM keeps beyond the attention window for a draft model. After a hit, vLLM
+    treats these tokens as computed, so kvoffload must load their blocks too.
     """
     kind = kind_of(spec)
     if kind is AttentionKind.SLIDING_WINDOW:

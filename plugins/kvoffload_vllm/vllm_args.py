@@ -1,7 +1,7 @@
 """`kvoffload vllm-args`: prints the command-line arguments with which a stock vLLM uses kvoffload.
 
-They name prefix caching, too, without which the connector refuses to start: vLLM has it off by default for models without
-attention.
+The arguments include `--enable-prefix-caching`, without which the connector refuses to start. For models without
+attention, vLLM's prefix caching is off by default.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the arguments in the chosen form.
+    """Print vLLM's arguments in the form that `--form` chose.
 
     Raises:
         ConfigError: the settings cannot be used.
@@ -91,7 +91,7 @@ def _python(config: Mapping[str, object]) -> str:
 
 
 def _literal(value: object) -> str:
-    """Return a value as Python source, formatted as a code formatter would."""
+    """Return a value as Python source with double quotes, as a code formatter writes strings."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)}: {_literal(one)}" for key, one in value.items()) + "}"
     return json.dumps(value) if isinstance(value, str) else repr(value)

@@ -1,4 +1,4 @@
-"""The connector's hooks on the worker's side: starts the plan's copies and reports how they ended."""
+"""The connector's hooks on the worker side. They start the plan's copies and report how the copies ended."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Received:
-    """The loads that ended on this worker since the last step. Every started load is reported exactly once.
+    """The loads that ended on a worker since the last step. Every load is reported exactly once.
 
     Args:
-        finished: the requests whose load ended on this worker, also if it failed.
+        finished: the requests whose load ended, including failed loads.
         failed: the requests whose load failed.
         bad_blocks: the device blocks that failed loads should have filled.
     """
@@ -45,10 +45,10 @@ class VllmWorker:
 
     Args:
         offload: the runtime's worker side.
-        closed: called at the end of `close`.
-        examine: runs the doctor's checks; called before any host memory is allocated.
-        identity: a future for the KV identity, which determines the disk tier's folder. The future gets its result from
-            the scheduler's side, and is cancelled when the worker stops.
+        closed: a function that `close` calls at its end.
+        examine: runs the doctor's checks, before the worker allocates host memory.
+        identity: the future for which the disk tier waits. It gets the KV identity from the scheduler side; `close`
+            cancels it.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class VllmWorker:
         self._report: TransferReport | None = None
 
     def register(self, layout: DeviceLayout) -> None:
-        """Run the doctor's checks on the layout of this worker's KV memory, and prepare host memory for it."""
+        """Run the doctor's checks on the layout of the worker's KV memory, and start to prepare host memory."""
         findings = self._examine(layout)
         self.offload.register(layout)
         log_warnings(findings)
@@ -77,12 +77,10 @@ class VllmWorker:
     # -- a step -------------------------------------------------------------------------------------------------
 
     def bind(self, metadata: KVOffloadMetadata) -> None:
-        """Begin a step and take its plan.
+        """Begin a step, and record the loads that ended without a copy for the next report to vLLM.
 
-        Loads that ended without a copy are recorded here, because vLLM learns only from workers that a load has ended.
-
-        Both of vLLM's model runners call this before the step's forward pass. By then they have enqueued the kernels
-        that zero and copy blocks for this step.
+        vLLM's model runners call this method before the forward pass, after they have enqueued the kernels that zero
+        and copy blocks for the step.
         """
         self._metadata = metadata
         self._stores_started = False
@@ -94,8 +92,8 @@ class VllmWorker:
             self._loading[load.id] = (load.extra, load.targets)
         answers = metadata.answers
         for job in answers.abandoned:
-            # If this worker's copy has already ended, the load was reported then. If the copy is still running, its
-            # blocks stay leased, so the load may be reported as failed now.
+            # A load whose copy has ended is already reported. If the copy still runs, the blocks stay leased, so it is
+            # safe to report the load as failed now.
             if job in self._loading:
                 self._load_ended(job, failed=True)
         if answers.without_copy:
@@ -103,21 +101,21 @@ class VllmWorker:
             self._received.failed.update({*answers.without_copy} & {*answers.failed})
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        """Start the step's loads. Their copies wait for the kernels that this thread launched before `bind`."""
+        """Start the step's loads. The copies wait for the kernels that the worker's thread launched before `bind`."""
         if self._metadata is not None:
             self.offload.start_loads(self._metadata.plan)
 
     def wait_for_save(self) -> None:
-        """Start the step's stores after the forward pass, unless they were started already.
+        """Start the step's stores, unless an earlier call in this step has started them.
 
-        vLLM before 0.31 does not call this in steps without a forward pass.
+        vLLM calls this method after the forward pass. Versions before 0.31 do not call it in steps without one.
         """
         if self._metadata is not None and not self._stores_started:
             self._stores_started = True
             self.offload.start_stores(self._metadata.plan)
 
     def clear(self) -> None:
-        """End the step. Start its stores if vLLM did not call `wait_for_save`."""
+        """End the step. Start the step's stores if vLLM did not call `wait_for_save`."""
         self.wait_for_save()
         self._metadata = None
 
@@ -133,19 +131,19 @@ class VllmWorker:
         return received
 
     def build_connector_worker_meta(self) -> KVOffloadWorkerMetadata | None:
-        """Return this rank's report for the scheduler's side; None if there is nothing to report."""
+        """Return the rank's report for the scheduler side; None without a new report."""
         report, self._report = self._report, None
         return KVOffloadWorkerMetadata((report,)) if report is not None else None
 
     def close(self) -> None:
-        """Wait for the started copies to end, then free the host memory."""
+        """Wait for the started copies to end, then free host memory."""
         self._identity.cancel()
         try:
             self.offload.close()
         finally:
             self._closed()
 
-    # -- inside -------------------------------------------------------------------------------------------------
+    # -- private ------------------------------------------------------------------------------------------------
 
     def _load_ended(self, job: JobId, *, failed: bool) -> None:
         request, blocks = self._loading.pop(job)
@@ -155,7 +153,7 @@ class VllmWorker:
             self._received.bad_blocks.update(blocks)
 
     def _keep(self, report: TransferReport) -> None:
-        """Keep a report until vLLM fetches it, together with earlier reports."""
+        """Add a report to the report that `build_connector_worker_meta` returns."""
         if self._report is None:
             self._report = report
         else:

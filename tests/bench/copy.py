@@ -2,8 +2,8 @@
 
 Each repeat copies new blocks, scattered over a pool four times as large on both sides. Then it copies as many
 bytes in one piece (one `memmove` per thread), so that other load on the machine affects both copies. The time
-of a scattered copy includes merging and submitting. Before the measurement, every byte of both sides is
-compared. For a GPU, `kvoffload gpu-check` does the same.
+of a scattered copy includes merging and submitting. Before the measurement, the bench compares every byte of
+both sides. On a GPU, `kvoffload gpu-check` makes the same comparison.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
 
 
 def _measure_case(rig: Rig, page_kib: int, way: Direction, repeats: int, threads: int) -> Iterator[Line]:
-    """Check the copies, then time scattered copies and large copies.
+    """Check the copied bytes, then time scattered copies and large copies.
 
     Raises:
         WrongBytes: a byte differs.

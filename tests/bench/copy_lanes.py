@@ -1,7 +1,7 @@
-"""Measures how long loads take while stores are queued.
+"""Measures the time of loads while stores are queued.
 
-The bench calls the worker's side as an engine's hooks would. It polls as often as a fast engine with short
-steps. A load is timed from its submission to the poll that reports it.
+The bench calls the worker side as an engine's hooks would, and polls as often as an engine with short steps. A
+load's time is from its submission to the poll that reports it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 
 REGIONS = 8
 PAGE = 64 * 2**10
-STORES = 4  # the stores that are queued before a load have this many times the load's bytes
+STORES = 4  # the bytes of all queued stores, as a multiple of a load's bytes
 _POLL_S = 0.0002
-_HEAD_START_S = 0.005  # seconds after which the first stores have begun
+_HEAD_START_S = 0.005  # long enough that the first stores have begun
 
 
 class Lanes:
     """One rank's worker side, with random bytes on the device.
 
     Args:
-        blocks: the number of blocks in a load. The device has six times as many blocks.
+        blocks: the number of blocks in a load. The device has six times as many.
+        portal: runs the transfer coroutines.
     """
 
     def __init__(self, blocks: int, portal: Portal) -> None:
@@ -59,9 +60,7 @@ class Lanes:
             time.sleep(_POLL_S)
 
     def load_seconds(self, *, stores: bool) -> float:
-        """Return the seconds that a load of scattered blocks takes. With `stores`, queue stores before the
-        load.
-        """
+        """Return the seconds of a load of scattered blocks, with or without stores queued before the load."""
         order = self._draw.permutation(self._blocks)
         blocks, slots = self._draw.permutation(order), order
         behind = slice(2 * self._count, None)
@@ -80,7 +79,7 @@ class Lanes:
         return seconds
 
     def check(self) -> None:
-        """Store blocks, load them into other blocks, and compare.
+        """Store blocks, load the stored bytes into other blocks, and compare the blocks.
 
         Raises:
             WrongBytes: a byte differs.
@@ -105,7 +104,7 @@ class Lanes:
             self._take(left)
 
     def _take(self, left: set[JobId]) -> None:
-        """Take a report, and remove the reported jobs from `left`. If there is no report, sleep briefly."""
+        """Take a report, and remove the reported jobs from `left`. Without a report, sleep briefly."""
         report = self.side.take_report()
         if report is None:
             time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""An arena and the real copier, with host memory in place of a device.
+"""A rig with an arena and the real copier, and with host memory in place of a device.
 
 The device's memory is one allocation that is cut into regions, as in an engine. Each copy uses other blocks
 and slots of a pool several times as large, so that the processor's caches do not contain the bytes.
@@ -33,22 +33,22 @@ if TYPE_CHECKING:
 
     from kvoffload.transfer.runs import Numbers
 
-    Pages = NDArray[np.uint8]  # The shape is [regions, blocks or slots, bytes of a page].
+    Pages = NDArray[np.uint8]  # of shape [regions, blocks or slots, bytes of a page]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 REGIONS = 8
-POOL = 4  # The pool's size, as a multiple of the bytes of one copy.
+POOL = 4  # the size of the pool of blocks, as a multiple of the bytes of one copy
 _ALIGNMENT = 4096
 
 
 class WrongBytes(KVOffloadError):
-    """A copy has copied wrong bytes, so its time is meaningless."""
+    """Raised if a copy failed or copied wrong bytes."""
 
 
 class WatchedExecutor(Executor):
-    """An executor that can wait until its threads have no work, without slowing them down."""
+    """An executor whose `wait` returns when the threads have no work left."""
 
     def __init__(self, threads: int) -> None:
         self._inside = DaemonExecutor("bench-copy", threads)
@@ -84,7 +84,7 @@ class Rig:
             self.layout,
             self.blocks,
             make_allocator(self.layout, executor=at_once),
-            chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # One chunk must have room for a large copy.
+            chunk_bytes=max(CHUNK_BYTES, POOL * self.size),  # a large copy must fit in one chunk
         )
         asyncio.run(self.arena.prepare())
         bases = [int(base) for base in self.arena.geometry.host_base[0]]
@@ -112,7 +112,7 @@ class Rig:
         return slots, blocks
 
     def scattered(self, way: Direction, slots: Numbers, blocks: Numbers) -> float:
-        """Copy blocks through the copier; return the seconds until all bytes were copied."""
+        """Copy blocks with the copier, and return the seconds until the copy is complete."""
         begun = time.perf_counter()
         runs = merge_runs(self.arena.geometry, way, slots, blocks)
         ticket = self.copier.submit(way, runs, (self.copier.fence(),))
@@ -124,7 +124,7 @@ class Rig:
         return time.perf_counter() - begun
 
     def in_one_piece(self, way: Direction) -> float:
-        """Copy as many bytes as `scattered`, in one large piece per thread; return the seconds."""
+        """Copy as many bytes as `scattered`, in one large piece per thread, and return the seconds."""
         places = (min(self._host.size, self._device.numel()) - self.size) // _ALIGNMENT + 1
         host, device = (int(self._draw.integers(places)) * _ALIGNMENT for _ in range(2))
         addresses = [self._host.ctypes.data + host, self._device.data_ptr() + device]
@@ -138,7 +138,7 @@ class Rig:
         return time.perf_counter() - begun
 
     def check(self, way: Direction) -> None:
-        """Copy once, and compare every byte of both sides.
+        """Copy blocks once, and compare every byte of both sides to the expected bytes.
 
         Raises:
             WrongBytes: a byte differs.

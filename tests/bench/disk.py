@@ -3,8 +3,8 @@ SIGKILL.
 
 Each repeat first writes and reads a file sequentially, with direct I/O on one thread, using the blocks' host
 memory. Then it spills and fetches as many bytes with the real `RankDisk`, between scattered host slots and
-disk slots, with checksums. Other load on the machine thus affects both. Before the measurement, every fetched
-byte is compared.
+disk slots, with checksums. Other load on the machine thus affects both. Before the measurement, the bench
+compares every fetched byte.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.bench.tier_hooks import HOST, NEVER, OUTGROWS, hook_seconds, moved, s
 
 _GOAL, _GOAL_FROM_KIB = 0.8, 1024
 _PIECE = 2**20
-_POOL = 4  # the slot file has this many times the slots that one repeat copies
+_POOL = 4  # the size of the slot file, as a multiple of the bytes of one repeat
 _REGIONS = 8
 _PLAYS = 3
 
@@ -90,7 +90,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
 
 
 def _copies(folder: Path, block_kib: int, size: int, repeats: int) -> Iterator[Line]:
-    """In each repeat, write and read `size` bytes sequentially, then spill and fetch as many bytes of blocks."""
+    """Measure spills and fetches of `size` bytes, each after a sequential pass over as many bytes."""
     block, path = block_kib * 1024, folder / "slots0"
     with Rig(block // _REGIONS, size, regions=_REGIONS) as rig:
         with open_folder(folder) as opened:
@@ -133,7 +133,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 class _Tier:
-    """One rank's disk copies from and to a rig's host slots, and sequential passes over the same file."""
+    """Runs one rank's disk copies from and to a rig's host slots, and sequential passes over the same file."""
 
     def __init__(self, file: SlotFile, rig: Rig) -> None:
         self.size = rig.size
@@ -167,7 +167,7 @@ class _Tier:
         self._job(is_spill=False)
 
     def pass_writing(self) -> None:
-        """Write as many bytes as a spill, sequentially, and sync."""
+        """Write as many bytes as a spill, sequentially, and sync the file."""
         self._pass_over(os.pwritev, self.size)
         self._file.sync()
 
@@ -182,7 +182,7 @@ class _Tier:
             call(descriptor, [memory[start : start + min(_PIECE, size - offset)]], offset + 4096)
 
     def check(self) -> None:
-        """Spill, clear the slots, fetch into them, and compare.
+        """Spill blocks, clear their host slots, fetch the blocks into the same slots, and compare.
 
         Raises:
             CommandError: a byte differs.
@@ -216,7 +216,7 @@ class _Tier:
 
 
 async def _hooks(folder: Path) -> list[Line]:
-    """Measure the time in hooks without a disk, with a disk that is never written to, and with a disk in use."""
+    """Measure the time in hooks without a disk, with an idle disk, and with a disk in use."""
     disk = {**HOST, "disk_bytes": "64MiB"}
     spent: dict[str, list[float]] = {}
     for play in range(_PLAYS):

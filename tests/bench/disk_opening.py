@@ -1,4 +1,4 @@
-"""Measures how long a starting engine takes to open a disk's index, and how long the core's longest step is."""
+"""Measures the time in which a starting engine opens a disk's index, and the core's longest step meanwhile."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from kvoffload.runtime.portal import Portal
 from tests.bench.engineless import CountedBlocks
 from tests.bench.lines import Line, line
 
-_RANKS, _KEY_BYTES = 2, 33  # a key has a group's number and a SHA-256 hash
+_RANKS, _KEY_BYTES = 2, 33  # the length of a group number and a SHA-256 hash
 _TIMEOUT_S = 600
 _GOAL_S, _GOAL_STEP_MS = 5.0, 10.0
 
 
 def opening(folder: Path, blocks: int, repeats: int) -> Iterator[Line]:
-    """Write an index of `blocks` blocks, and open it as a starting engine does.
+    """Write an index of `blocks` blocks, and measure the time to open the index, `repeats` times.
 
-    The garbage collector ignores all existing objects, as in vLLM after its start.
+    During the measurement, garbage collections skip all older objects, as in vLLM after its start.
 
     Raises:
         CommandError: the index cannot be opened.
@@ -66,7 +66,7 @@ def _write(folder: Path, blocks: int) -> KVIdentity:
     keys = random.bytes(blocks * _KEY_BYTES)
     puts = np.empty(blocks, record_type(_RANKS))
     puts["slot"] = random.permutation(blocks)
-    puts["kind"] = 1  # the number 1 stands for a put record
+    puts["kind"] = 1  # a put record
     puts["key_bytes"] = _KEY_BYTES
     puts["key"] = np.frombuffer(keys, f"V{_KEY_BYTES}")
     puts["sums"] = random.integers(0, 2**63, (blocks, _RANKS), np.uint64)
@@ -77,9 +77,7 @@ def _write(folder: Path, blocks: int) -> KVIdentity:
 
 
 def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[float]]:
-    """Open the index. Return the seconds until the core has all blocks, and the seconds of each of the core's
-    steps.
-    """
+    """Open the index. Return the seconds until the core has all blocks, and the seconds of each core step."""
     group = GroupSpec(GroupId(0), AttentionKind.FULL, 16)
     shape = EngineShape((group,), ranks=_RANKS, device_blocks=64, step_tokens=64)
     core = OffloadCore(shape, Policy(disk_min_hits=1), CountedBlocks(64))
@@ -104,7 +102,7 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
 
 
 def _steps(core: OffloadCore, index: DiskCatalog) -> Iterator[float]:
-    """Pass the index to the core. Yield each step's processor time, which does not depend on other load."""
+    """Pass the index to the core in steps. Yield each step's processor time, which excludes other load."""
     while index.is_opening:
         if not index.due:
             time.sleep(1e-3)

@@ -61,7 +61,7 @@ async def _never_repeating(options: DemoOptions, pairs: int) -> Line:
     async with open_engines(options) as engines:
         vocabulary = range(engines.plain.config.model.vocab_size)
         for number in range(pairs + 1):
-            # Prompts of random tokens have no first block in common.
+            # The prompts are random, so no two share a first block.
             asked = [draw.choices(vocabulary, k=options.first_tokens) for _ in range(_AT_ONCE)]
             both = (engines.plain, engines.offloaded)
             seconds = {engine: await _serve(engine, asked) for engine in both[:: 1 if number % 2 else -1]}
@@ -74,7 +74,7 @@ async def _never_repeating(options: DemoOptions, pairs: int) -> Line:
 
 
 async def _serve(engine: Engine, prompts: list[list[int]]) -> float:
-    """Serve the prompts; return the seconds until the engine has no work left."""
+    """Serve the prompts, and return the seconds until the engine has no work left."""
 
     async def ask(prompt: list[int]) -> None:
         async with engine.submit(prompt, SamplingParams(_ANSWER_TOKENS)) as stream:
@@ -89,7 +89,7 @@ async def _serve(engine: Engine, prompts: list[list[int]]) -> float:
 
 
 async def _returning(options: DemoOptions) -> list[Line]:
-    """Run the same conversations on both engines, round by round, and compare their returning turns."""
+    """Play the same conversations on both engines, and compare the times to first token of returning turns."""
     make = partial(Player, conversations=make_conversations(options), options=options, on_turn=lambda _: None)
     async with open_engines(options) as engines:
         both = (engines.plain, engines.offloaded)

@@ -1,4 +1,4 @@
-"""Runs the scheduler's side without an engine: device blocks are only numbers, and nothing is copied."""
+"""Runs the scheduler side without an engine: device blocks are only numbers, and no bytes are copied."""
 
 from __future__ import annotations
 
@@ -24,18 +24,16 @@ _AT_ONCE = 64
 
 
 class CountedBlocks:
-    """A device block pool that has only the blocks' numbers. It allocates blocks in the order in which they
-    were freed.
-    """
+    """A device block pool without memory. It allocates the blocks that have been free for the longest time first."""
 
     def __init__(self, blocks: int) -> None:
         self._free = deque(map(DeviceBlockId, range(1, blocks + 1)))
         self._references = [0] * (blocks + 1)
         self.keys: dict[DeviceBlockId, BlockKey] = {}
-        """the key of each computed block"""
+        """The key of each computed block."""
 
     def take(self, count: int) -> tuple[DeviceBlockId, ...]:
-        """Allocate blocks, and remove their keys."""
+        """Allocate blocks, and remove the blocks' keys."""
         blocks = tuple([self._free.popleft() for _ in range(count)])
         for block in blocks:
             self.keys.pop(block, None)
@@ -66,7 +64,7 @@ class CountedBlocks:
 
 
 class Engineless:
-    """One scheduler side whose `slots` host slots are ready from the start."""
+    """A scheduler side whose `slots` host slots are ready from the start."""
 
     def __init__(self, slots: int) -> None:
         full = GroupSpec(_GROUP, AttentionKind.FULL, BLOCK_TOKENS)
@@ -75,7 +73,7 @@ class Engineless:
         self.side.reported([TransferReport(Rank(0), (), slots)])
 
     def seen(self, name: str, keys: Sequence[BlockKey]) -> RequestId:
-        """Add a request whose prompt has these whole blocks and one more token. Return its id."""
+        """Add a request whose prompt has one block for each key and one more token. Return the request's id."""
         request = RequestId(name)
         self.side.seen(facts.RequestSeen(request, len(keys) * BLOCK_TOKENS + 1, (tuple(keys),)))
         return request
@@ -84,9 +82,7 @@ class Engineless:
         self.side.ended(facts.RequestEnded(request, 0, ((),)))
 
     def fill(self, draw: random.Random, count: int) -> float:
-        """Store `count` new blocks in place of the oldest blocks. Return the longest processor time for 64
-        blocks.
-        """
+        """Store `count` new blocks in place of the oldest. Return the longest processor time for 64 blocks."""
         longest = 0.0
         for placed in range(0, count, _AT_ONCE):
             keys = fresh_keys(draw, min(_AT_ONCE, count - placed))
@@ -96,7 +92,7 @@ class Engineless:
         return longest
 
     def put(self, keys: Sequence[BlockKey]) -> None:
-        """Store blocks on the host directly. With the hooks, this would take a hundred times as long."""
+        """Store blocks in host slots without calling hooks, which would take a hundred times as long."""
         pool = self.side.core.state.pool
         pool.fill(pool.reserve(keys)[0])
 

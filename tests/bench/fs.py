@@ -4,7 +4,7 @@ computing it.
 vLLM's own connector runs with its `fs` tier, and with kvoffload's `KVOffloadTier`. Every engine is a stock
 vLLM with the same model and the same host memory, which is too small for all prompts. On each folder, the
 first engine serves prompts that do not return, and serves each returning prompt twice. In each later turn, a
-new engine on this folder serves the returning prompts. The folder's files are not in the page cache.
+new engine on the same folder serves the returning prompts, while the page cache has none of the folder's files.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def run(args: argparse.Namespace) -> int:
 @dataclass(frozen=True)
 class Size:
     blocks: int = 64
-    # the factors are tokens, keys and values, layers, heads, head size, and bytes of a float32
+    # tokens, keys and values, layers, heads, head size, bytes of a float32
     block_bytes: int = engines.BLOCK * 2 * 4 * 8 * 64 * 4
     shape: Mapping[str, int] = field(default_factory=lambda: checkpoints.LARGER)
 
     def transfer(self, name: str, folder: Path) -> dict[str, Any]:
-        """Return the engine's option for a connector.
+        """Return the vLLM options that select a connector; empty without a connector.
 
-        Our host memory has room for four prompts, because fetches may fill only a quarter of it.
+        Fetches may fill only a quarter of host memory, so host memory has room for four prompts.
         """
         from tests.vllm.stock import fs_peer
 
@@ -69,7 +69,7 @@ class Size:
         if name == OURS:
             return {"kv_transfer_config": kv_transfer("KVOffloadConnector", host_bytes=host, **disk)}
         tier: dict[str, object] | None = None
-        if name == TIER:  # `KVOffloadTier` writes every block, as the `fs` tier does
+        if name == TIER:  # it writes every block, as the `fs` tier does, so it needs more space
             tier = {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier"}
             tier |= {**disk, "disk_bytes": 4 * host}
         return {"kv_transfer_config": fs_peer.kv_transfer(host, folder, tier)}
@@ -77,7 +77,7 @@ class Size:
 
 @dataclass
 class Side:
-    """One side of the comparison: the engines on one folder, with or without a connector, and their results."""
+    """One side of the comparison: a connector or none, the folder of its engines, and their results."""
 
     name: str
     folder: Path
@@ -88,7 +88,7 @@ class Side:
     read: list[int] = field(default_factory=list)
     written: int = 0
     flipped: list[tuple[int, ...]] = field(default_factory=list)
-    """the answers of an engine on a damaged folder"""
+    """The answers of an engine on a damaged folder."""
     not_read: int = 0
     """The number of timed prompts that were not read completely from the disk."""
 
@@ -99,12 +99,12 @@ class Side:
                     serve(llm, each)
 
     def return_to(self, prompts: Sequence[Prompt]) -> None:
-        """Run a new engine that finds the prompts on the disk, and record its times and answers.
+        """Run a new engine that serves prompts from the disk, and record the times and answers.
 
-        The engine first serves the most recently used prompt, without timing.
+        The engine serves the last prompt first, without timing.
 
         Raises:
-            RuntimeError: a prompt was computed instead.
+            RuntimeError: the engine computed a prompt.
         """
         forget_pages(self.folder)
         began = moved("read_bytes")
@@ -123,7 +123,7 @@ class Side:
         self.read.append(moved("read_bytes") - began)
 
     def return_to_damage(self, prompts: Sequence[Prompt]) -> None:
-        """Flip bits in the folder's files, then run an engine, whose writes do not count."""
+        """Flip bits in the folder's files, and record the answers of a new engine, whose writes are not counted."""
         flip_bits(self.folder)
         written = self.written
         with self._living() as llm:
@@ -135,7 +135,7 @@ class Side:
 
     @contextmanager
     def _living(self) -> Iterator[Any]:
-        """Run an engine during the `with` block. With our connector, the disk is open."""
+        """Run an engine, with an open disk tier, during the `with` block."""
         room = (self.size.blocks + 2) * engines.BLOCK
         options = {
             "num_gpu_blocks_override": 3 * self.size.blocks,
@@ -149,8 +149,8 @@ class Side:
             patch(
                 "kvoffload_vllm.kv_identity.process_began_ns",
                 time.time_ns,
-                # Pretend that the process started now, because weights that are newer than the process are
-                # refused.
+                # This process wrote the weights, but kvoffload refuses weights that are newer than the process.
+                # So `process_began_ns` returns the current time.
             ),
             engines.in_process(self.checkpoint, **options) as llm,
         ):
@@ -168,12 +168,10 @@ class Side:
 def serve(llm: Any, prompt: Prompt) -> tuple[float, tuple[int, ...], int]:
     """Serve a prompt until all copies have ended.
 
-    After a step without a forward pass, pause for 1 ms, as vLLM's engine loop does. Without a separate engine
-    process, this loop does not run.
+    While no request runs, pause for 1 ms after each step, as the loop in vLLM's engine process does.
 
     Returns:
-        The seconds to the first token, the generated tokens, and the number of prompt tokens that were
-        cached.
+        The seconds to the first token, the generated tokens, and the number of cached prompt tokens.
     """
     from vllm import SamplingParams
 
@@ -191,8 +189,10 @@ def serve(llm: Any, prompt: Prompt) -> tuple[float, tuple[int, ...], int]:
 
 
 def moved(which: str) -> int:
-    """Return how many bytes this process has read from disks ("read_bytes") or written to them
-    ("write_bytes").
+    """Return the bytes that this process has read from disks or written to disks.
+
+    Args:
+        which: "read_bytes" or "write_bytes".
     """
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(each.split(": ") for each in lines)[which])
@@ -203,7 +203,7 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def forget_pages(folder: Path) -> None:
-    """Evict all files of the folder from the page cache."""
+    """Evict all files in a folder from the page cache."""
     for path in files_in(folder):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -211,7 +211,7 @@ def forget_pages(folder: Path) -> None:
 
 
 def flip_bits(folder: Path) -> None:
-    """Flip a bit of a number's exponent in every 4 KiB of each file, except in the first."""
+    """In each file, flip a bit of a number's exponent in every 4 KiB except the first 4 KiB."""
     for path in files_in(folder):
         data = bytearray(path.read_bytes())
         for place in range(2 * 4096 - 1, len(data), 4096):
@@ -225,9 +225,7 @@ def draw_prompts(size: Size, count: int, seed: int = 0) -> list[list[int]]:
 
 
 def play(root: Path, size: Size, turns: int, count: int) -> list[Side]:
-    """Fill the disks. Then, in each turn, run a new engine for each side, in an order that changes every
-    turn.
-    """
+    """Fill the disks, and run a new engine for each side in each turn. The sides' order changes with each turn."""
     checkpoint = checkpoints.make("qwen3", root / "model", **size.shape)
     sides = [Side(name, root / name, checkpoint, size) for name in (NONE, OURS, FS, TIER)]
     prompts = draw_prompts(size, count)

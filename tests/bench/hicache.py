@@ -1,8 +1,8 @@
 """Compares prompts that return after a SIGKILL of SGLang: read from our disk, by SGLang's `file` backend, or computed.
 
 Every server is a stock SGLang on the CPU with the same model and the same host memory, which is too small for all
-prompts. The first server on a folder serves all prompts. In each later turn, another server on this folder serves them
-again. The folder's files are not in the page cache.
+prompts. The first server on a folder serves all prompts. In each later turn, another server on the same folder serves
+all prompts again, while the page cache has none of the folder's files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Side:
-    """A storage backend, or none, with its folder and its results."""
+    """One side of the comparison: a storage backend or none, its folder, and its results."""
 
     name: str
     folder: Path
@@ -64,7 +64,7 @@ class Side:
     written: int = 0
     left: int = 0
     flipped: list[tuple[int, ...]] = field(default_factory=list)
-    """the answers of a server on a damaged folder"""
+    """The answers of a server on a damaged folder."""
 
     def fill(self, prompts: Sequence[Sequence[int]]) -> None:
         with self._living() as server:
@@ -84,7 +84,7 @@ class Side:
         self.left = sum(path.stat().st_blocks * 512 for path in files_in(self.folder))
 
     def return_to_damage(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Flip bits in the folder's files, then run a server, whose writes do not count."""
+        """Flip bits in the folder's files, and record the answers of a new server, whose writes are not counted."""
         flip_bits(self.folder)
         written = self.written
         with self._living() as server:
@@ -93,7 +93,7 @@ class Side:
 
     @contextmanager
     def _living(self) -> Iterator[Server]:
-        """Yield a running server, and kill it when all pages are written."""
+        """Run a server during the `with` block, wait until all pages are written, and kill the server."""
         from tests.sglang.stock.demo import OPTIONS, warm_up
         from tests.sglang.stock.engines import PAGE, serving
 
@@ -116,10 +116,15 @@ class Side:
 
 
 def moved(server: Server, which: str) -> int:
-    """Return the bytes that the server's processes have read from disks or written to them."""
+    """Return the bytes that a server's processes have read from disks or written to disks.
+
+    Args:
+        server: the server.
+        which: "read_bytes" or "write_bytes".
+    """
     total = 0
     for entry in Path("/proc").iterdir():
-        with suppress(OSError):  # It is no process, or has ended.
+        with suppress(OSError):  # raised if the process has ended
             if entry.name.isdecimal() and os.getpgid(int(entry.name)) == server.process.pid:
                 counts = dict(each.split(": ") for each in (entry / "io").read_text().splitlines())
                 total += int(counts[which])
@@ -127,7 +132,7 @@ def moved(server: Server, which: str) -> int:
 
 
 def play(root: Path, turns: int, count: int) -> list[Side]:
-    """Fill the disks, then run the servers one after the other in each turn, in a different order each turn."""
+    """Fill the disks, and run a new server for each side in each turn. The sides' order changes with each turn."""
     from tests.sglang.stock import demo
     from tests.vllm.stock import checkpoints
 

@@ -47,8 +47,10 @@ class Case:
     """The results for one phase of one model with one number of running requests.
 
     Args:
-        model, running, phase: the model, the number of running requests, and the phase.
-        step_us: for each connector, the microseconds per step in each repeat.
+        model: a key of `MODELS`.
+        running: the number of running requests.
+        phase: a key of `PHASES`.
+        step_us: for each connector, the microseconds in hooks per step, in each repeat.
     """
 
     model: str
@@ -57,7 +59,7 @@ class Case:
     step_us: Mapping[str, Sequence[float]]
 
     def lines(self) -> Iterator[Line]:
-        """Yield our hooks' time relative to the peer's, and our hooks' time."""
+        """Yield a line with our hooks' time over the peer's, and a line with our hooks' time."""
         what = f"{PHASES[self.phase]}, {self.running} running, {MODELS[self.model]}"
         target = TARGET if self.running >= _MANY and self.phase != "prefill" else None
         found = ratios(self.step_us[OURS], self.step_us[PEER])
@@ -91,10 +93,7 @@ def measure(
     repeats: int,
     tokens: int,
 ) -> Iterator[Case]:
-    """Measure every model with every number of running requests.
-
-    `find_connectors` must have been called before.
-    """
+    """Measure every model with every number of running requests. Call `find_connectors` first."""
     for model in models:
         with open_riders(model, connectors, max(running)) as riders:
             draw = random.Random(0)
@@ -111,8 +110,7 @@ def _measure_case(
         for name, steps in _ride(riders, draw_prompts(draw, running), tokens).items():
             decode = [step.hook_ns / 1e3 for step in steps if step.requests == step.tokens == running]
             prefill = [step.hook_ns / 1e3 for step in steps if step.tokens > step.requests]
-            # Divide the time in all hooks, also of steps that only wait for copies, by the number of steps
-            # that compute.
+            # Steps that only wait for copies count with their hooks' time, but not as steps.
             whole = sum(step.hook_ns for step in steps) / 1e3 / sum(step.tokens > 0 for step in steps)
             gathered["all"].setdefault(name, []).append(whole)
             for phase, times in (("decode", decode), ("prefill", prefill)):
@@ -130,7 +128,7 @@ def _median_window(steps_us: Sequence[float]) -> float:
 
 
 def _ride(riders: Sequence[Rider], prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, list[Step]]:
-    """Serve the same prompts on every engine, step by step in alternating order. Return each engine's steps."""
+    """Serve the same prompts on every engine. The engines take turns in steps. Return each engine's steps."""
     steps: dict[str, list[Step]] = {rider.name: [] for rider in riders}
     for rider in riders:
         rider.ask(prompts, tokens)

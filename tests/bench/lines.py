@@ -1,8 +1,7 @@
-"""The results of a bench, as lines.
+"""The lines of a bench's results, and the headlines in README.md.
 
-A line says what was measured, and has a median with its interval, the target, and whether the median meets
-it. A bench prints its lines as a table or JSON, and saves them if requested. README.md shows the headlines of
-saved results.
+A line describes a measurement, and has the median with a confidence interval, the target, and whether the median
+meets the target. A bench prints its lines as a table or JSON, and saves the lines if requested.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One measurement.
+    """The result of one measurement.
 
     Args:
-        what: what was measured.
+        what: a description of the measurement.
         median: the median of the samples.
         low, high: the ends of the median's confidence interval; None with too few samples.
         unit: the unit of `median`, `low` and `high`.
-        target: the target in words; empty if there is none.
+        target: the target in words; empty without a target.
         is_met: whether the median meets the target; None without a target.
     """
 
@@ -37,7 +36,7 @@ class Line:
 
     @property
     def found(self) -> str:
-        """The median and its interval, as a table shows them."""
+        """The median and the interval, formatted for a table."""
         shown = f"{_digits(self.median)}{self.unit}"
         if self.low is None or self.high is None:
             return shown
@@ -63,7 +62,14 @@ def line(
     at_least: float | None = None,
     at_most: float | None = None,
 ) -> Line:
-    """Return a line with the median of the samples, its 95 % interval, and the comparison with the target."""
+    """Return a line with the samples' median, the 95 % interval, and whether the median meets the target.
+
+    Args:
+        what: a description of the measurement.
+        samples: the measured numbers.
+        unit: the unit of the samples.
+        at_least, at_most: the target; None for no target.
+    """
     middle, target, is_met = statistics.median(samples), "", None
     low, high = (one if math.isfinite(one) else None for one in median_interval(samples))
     if at_least is not None:
@@ -74,17 +80,16 @@ def line(
 
 
 def ratios(mine: Iterable[float], others: Iterable[float]) -> list[float]:
-    """Divide each of `mine` by the number at the same index in `others`."""
+    """Divide each number in `mine` by the number at the same index in `others`."""
     return [one / other for one, other in zip(mine, others, strict=True)]
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Return two samples that enclose the median of the distribution with at least this confidence.
+    """Return the closest two samples that enclose the distribution's median with at least the given confidence.
 
-    Each sample is below the true median with a probability of one half, like a coin toss. The k-th smallest
-    and the k-th largest sample enclose the median, unless fewer than k samples are on one of its sides. The
-    narrowest sufficient pair is returned. With too few samples (fewer than 6 for 95 %), the interval is
-    infinite.
+    Each sample is below the median with a probability of one half, like a coin toss. The k-th smallest and the
+    k-th largest sample enclose the median, unless fewer than k samples are on one side of the median. With too
+    few samples (fewer than 6 for 95 %), the interval is infinite.
     """
     ordered = sorted(samples)
     count = len(ordered)
@@ -150,7 +155,7 @@ HEADLINES: Mapping[str, Sequence[str]] = {
 
 
 def markdown(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return the headlines of saved results, as one table per machine.
+    """Return the headlines of saved results, as one Markdown table per machine.
 
     Raises:
         KeyError: a result lacks a headline.

@@ -1,8 +1,8 @@
-"""Compares the time of a lookup with a bare loop of dict lookups over the same keys.
+"""Compares a lookup to a bare loop of dict lookups over the same keys.
 
-Each sample is a new request whose keys are all on the host. The keys are looked up by the bare loop, by the
-search, and by the whole hook, in alternating order. The hook also pins the slots and updates counters and
-journal. A miss is a lookup whose first key is not on the host.
+Each sample is a new request whose keys are all on the host. The bare loop, the search and the whole hook look up
+the same keys, in alternating order. The hook also pins the slots and updates counters and journal. A miss is a
+lookup whose first key is not on the host.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvoffload.model.ids import BlockKey, RequestId, SlotId
 from tests.bench.engineless import BLOCK_TOKENS, Engineless, fresh_keys
 from tests.bench.lines import Line, line, ratios
 
-_PROMPTS = 32  # samples rotate through these prompts, so that the keys have left the processor's caches
+_PROMPTS = 32  # before a prompt returns, the others push its keys out of the processor's caches
 _WARM_UP = 5
 
 
 def measure(blocks: Sequence[int], samples: int) -> Iterator[Line]:
-    """Measure lookups that find this many blocks, for each number in `blocks`, and lookups that miss."""
+    """Measure lookups that find N blocks, for each N in `blocks`, and lookups that miss."""
     for count in blocks:
         took = _times(count, samples)
         for name, what in (
@@ -40,7 +40,7 @@ def measure(blocks: Sequence[int], samples: int) -> Iterator[Line]:
 
 
 def _times(blocks: int, samples: int) -> dict[str, list[float]]:
-    """Return the microseconds of all samples, by method: the bare loop, the search and the hook."""
+    """Return the samples of each method ("bare", "search" and "hook") in microseconds."""
     draw = random.Random(blocks)
     rig = Engineless(_PROMPTS * max(blocks, 1) + 4096)
     prompts = [_stored(rig, draw, blocks) for _ in range(_PROMPTS)]
@@ -87,9 +87,7 @@ def _ways(
 
 
 def _stored(rig: Engineless, draw: random.Random, blocks: int) -> list[BlockKey]:
-    """Store a prompt of this many blocks on the host; return its keys. For 0 blocks, return keys that are not
-    stored.
-    """
+    """Store a prompt of `blocks` blocks on the host, and return its keys. For 0 blocks, return missing keys."""
     if not blocks:
         return fresh_keys(draw, 64)
     keys = fresh_keys(draw, blocks)

@@ -1,9 +1,8 @@
-"""Measures how much memory Python needs per host slot, and how long an engine with many slots takes to start.
+"""Measures the memory that Python needs per host slot, and the start-up time of an engine with many slots.
 
-Each number of slots is measured in a separate process. Its resident memory is read before the scheduler's
-side is created, when all slots are full, and after every block was replaced twice: dicts with deletions need
-more memory and are sometimes rebuilt. The memory includes the blocks' keys, because nothing else refers to a
-key after its request has ended.
+Each number of slots is measured in a separate process, by its resident memory before the scheduler side exists,
+when all slots are full, and after every block was replaced twice: dicts with deletions need more memory and are
+sometimes rebuilt. The memory includes the blocks' keys, which have no other owner after their request has ended.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from kvoffload.cli.exits import CommandError
 from tests.bench.engineless import Engineless
 from tests.bench.lines import Line, line
 
-_TARGETS_AT = 1_000_000  # the targets apply only to this number of slots
-_REPLACED = 2  # the first round lets the dicts grow, and the second makes Python rebuild them
+_TARGETS_AT = 1_000_000  # the number of slots to which the targets apply
+_REPLACED = 2  # in the first round dicts grow, and in the second Python rebuilds them
 _ROOT = Path(__file__).resolve().parents[2]
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -34,9 +33,9 @@ class Memory(NamedTuple):
 
     Args:
         start_s: the seconds until all slots are ready.
-        full: resident bytes per slot when all slots are full.
-        churned: resident bytes per slot after each block was replaced twice.
-        longest_put_s: the longest processor time for storing 64 blocks.
+        full: the resident bytes per slot when all slots are full.
+        churned: the resident bytes per slot after each block was replaced twice.
+        longest_put_s: the longest processor time for storing 64 blocks, in seconds.
     """
 
     start_s: float
@@ -49,7 +48,7 @@ def measure(slots: Sequence[int]) -> Iterator[Line]:
     """Measure each number of slots in a separate process.
 
     Raises:
-        CommandError: a process ended without a result, for example because it ran out of memory.
+        CommandError: a process failed, for example because it ran out of memory.
     """
     for count in slots:
         found, what = _in_a_process(count), f", {count:,} slots"
@@ -68,11 +67,11 @@ def resident_bytes() -> int:
 
 
 def fill(slots: int) -> Memory:
-    """Measure in this process. The process must be new, because reused memory would hide the growth."""
+    """Measure in this process, which must be new: reused memory would hide the growth."""
     draw = random.Random(0)
-    Engineless(16).put([])  # import everything, and create the objects that are shared by all sides
+    Engineless(16).put([])  # import all modules, and create the objects that all scheduler sides share
     gc.collect()
-    gc.disable()  # the collector does not run in an idle engine either
+    gc.disable()  # idle engines run no garbage collection
     before = resident_bytes()
     begun = time.perf_counter()
     rig = Engineless(slots)

@@ -35,7 +35,7 @@ from tests.bench.vllm_engines import (
 
 RUNNING = 16
 FEW = 10
-_STEPS = 64  # in this many steps, each running request completes two blocks
+_STEPS = 64  # enough that each decoding request completes two blocks
 _WAITING_TOKENS = 64
 _PEER = "OffloadingConnector"
 _PEER_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler"
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(waiting: Sequence[int], pairs: int) -> Iterator[Line]:
-    """Measure our connector, and the peer if this vLLM has it, with each number of waiting requests."""
+    """Measure our connector, and the peer if vLLM has the peer, with each number of waiting requests."""
     import torch
 
     prepare_process(torch.cuda.is_available())
@@ -96,9 +96,7 @@ def _measure_case(riders: Sequence[Rider], waiting: int, pairs: int, draw: rando
 
 
 def _steps_us(rider: Rider, waiting: int, draw: random.Random) -> float:
-    """Return the mean microseconds in hooks per step while `RUNNING` requests decode and `waiting` requests
-    wait.
-    """
+    """Return the mean microseconds in hooks per step, while `RUNNING` requests decode and `waiting` wait."""
     names = rider.ask(draw_prompts(draw, RUNNING), 2 * _STEPS)
     took: list[float] = []
     names += rider.ask([draw.choices(range(2, VOCABULARY), k=_WAITING_TOKENS) for _ in range(waiting)], 1)
@@ -126,7 +124,7 @@ def _peers_side(vllm_config: Any, kv_cache_config: Any) -> Any:
 
 
 def _all_ended(plan: Any) -> Any:
-    """Build a report that tells the peer that all of the plan's stores have finished."""
+    """Return a workers' report in which all stores of a plan have finished."""
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
     from vllm.v1.outputs import KVConnectorOutput
 

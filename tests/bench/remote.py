@@ -1,8 +1,8 @@
-"""Compares the remote tier with direct use of Mooncake's and S3's clients, and measures engines that share the tier.
+"""Compares the remote tier to Mooncake's and S3's clients without kvoffload, and measures engines that share the tier.
 
 The servers run on this machine: a Mooncake master with one node, and SeaweedFS as an S3 server. Each repeat
 writes and reads the same bytes, first with the server's client and then through the remote tier, so that other
-load on the machine affects both (`remote_rig.py`). Before the measurement, every byte is compared.
+load on the machine affects both (`remote_rig.py`). Before the measurement, the bench compares every byte.
 `remote_engines.py` measures the engines.
 """
 
@@ -24,7 +24,7 @@ from tests.bench.remote_rig import REGIONS, BucketClient, MooncakeClient, TierWa
 from tests.bench.results import add_output_arguments, give_out
 
 _GOAL, _GOAL_FROM_KIB = 0.7, 1024
-# A Mooncake node has `_SPACE` times the bytes of a repeat, and at least `_LEAST_SPACE` bytes.
+# The memory of a Mooncake node, as a multiple of the bytes of a repeat, and its minimum in bytes.
 _SPACE, _LEAST_SPACE = 4, 2**28
 
 
@@ -66,7 +66,7 @@ def _measure(args: argparse.Namespace) -> Iterator[Line]:
 def _copies(
     store: str, server: LocalMooncake | LocalBucket, block_kib: int, size: int, repeats: int
 ) -> Iterator[Line]:
-    """In each repeat, put and get `size` bytes of blocks, with the client and through the tier."""
+    """Measure puts and gets of `size` bytes of blocks, with the server's client and through the remote tier."""
     with ExitStack() as closing, Rig(block_kib * 1024 // REGIONS, size, regions=REGIONS) as rig:
         client = (MooncakeClient if isinstance(server, LocalMooncake) else BucketClient)(server, rig)  # type: ignore[arg-type]
         closing.callback(client.close)

@@ -1,12 +1,12 @@
 """Measures engines that share a remote tier: what a second engine gains, and what the tier costs, also while it hangs.
 
-* A second engine serves prompts whose blocks another engine has written to the remote tier. It alternates with
-  an engine that computes the same prompts.
-* Four engines alternate. They play conversations that do not fit in host memory: without a remote tier, and with
-  a remote tier that is never used, works, or is dead.
-* An engine serves a ring of prompts that fits neither on the device nor on the host, so that each prompt
-  is fetched from the remote tier. The process with the values is then stopped. The bench counts tokens per
-  second before, during and after the stop.
+* A second engine serves prompts whose blocks another engine has written to the remote tier. The second engine
+  alternates with an engine that computes the same prompts.
+* Four engines alternate: without a remote tier, and with an idle, a working and a dead remote tier. Their
+  conversations do not fit in host memory.
+* An engine serves a ring of prompts that fits neither on the device nor on the host, so that the engine fetches
+  each prompt from the remote tier. Then the bench suspends the process with the values, and resumes it. The bench
+  counts tokens per second before, during and after the suspension.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ LocalStore: TypeAlias = LocalMooncake | LocalBucket
 _NODE_BYTES = 2**29
 _ANSWER = 4
 _RING, _RING_TOKENS, _CLIENTS = 32, 320, 2
-# The host has room for a third of the ring, and fetches may fill a quarter of that: one prompt per client.
+# Host memory has room for a third of the ring. Fetches may fill a quarter of host memory: one prompt per client.
 _HOST_SHARE = 3
-_FLOAT_BYTES = 4  # the engine's KV has float32 numbers
+_FLOAT_BYTES = 4  # of a float32 number in the engine's KV
 
 
 def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
@@ -61,11 +61,11 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
         yield line(f"tokens/s afterwards over those before, {name}", [afterwards / before])
 
 
-# -- what it brings -------------------------------------------------------------------------------------------------
+# -- a second engine ------------------------------------------------------------------------------------------------
 
 
 async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace) -> list[Line]:
-    """Let one engine write prompts to the remote tier, and measure a second engine that serves these prompts."""
+    """Measure an engine that serves prompts after another engine has written their blocks to the remote tier."""
     tokens = 1280 if args.model == "small" else 512
     options = DemoOptions(
         conversations=args.conversations,
@@ -102,14 +102,14 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
     ]
 
 
-# -- what it costs --------------------------------------------------------------------------------------------------
+# -- time in hooks --------------------------------------------------------------------------------------------------
 
 
 async def _hooks(kind: str) -> list[Line]:
     """Measure the time in hooks without a remote tier, and with an idle, a working and a dead remote tier."""
     async with AsyncExitStack() as opened:
-        # Start the dead remote tier first, because engines read a bucket's endpoint from the environment, where the
-        # working remote tier then replaces it.
+        # Start the dead remote tier first: an engine reads a bucket's endpoint from the environment, where the working
+        # remote tier's endpoint replaces the dead one.
         dies = opened.enter_context(local_store(kind, _NODE_BYTES))
         dead = await opened.enter_async_context(served(OUTGROWS, {**HOST, "remote_url": dies.url}))
         dies.close()
@@ -133,7 +133,7 @@ async def _hooks(kind: str) -> list[Line]:
     ]
 
 
-# -- while it hangs -------------------------------------------------------------------------------------------------
+# -- a remote tier that hangs ---------------------------------------------------------------------------------------
 
 
 async def _without_a_store(args: argparse.Namespace) -> float:
@@ -144,10 +144,10 @@ async def _without_a_store(args: argparse.Namespace) -> float:
 
 
 async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float, float, float]:
-    """For a while, stop the process that has the values.
+    """Suspend the process with the remote tier's values, and resume it.
 
     Returns:
-        Tokens per second of an engine that uses the remote tier: before, during and after the stop.
+        The tokens per second of an engine that uses the remote tier: before, during and after the suspension.
     """
     process = server.node if isinstance(server, LocalMooncake) else server.server
     options = _ring_options(args)
@@ -173,7 +173,7 @@ def _ring_options(args: argparse.Namespace) -> DemoOptions:
 
 
 def _ring_host(options: DemoOptions) -> int:
-    """Return the bytes of a host that has room for only a part of the ring."""
+    """Return the size of a host memory that has room for only a part of the ring, in bytes."""
     model = engine_config(options).model
     token_bytes = 2 * model.layers * model.kv_heads * model.head_dim * _FLOAT_BYTES
     return _RING * _RING_TOKENS * token_bytes // _HOST_SHARE
@@ -181,7 +181,7 @@ def _ring_host(options: DemoOptions) -> int:
 
 @asynccontextmanager
 async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
-    """Let clients serve a ring of prompts. The yielded list receives each second's number of tokens."""
+    """Serve a ring of prompts during the `with` block. Append each second's number of tokens to the yielded list."""
     prompts, tokens, now = (
         itertools.cycle(_prompts(_RING, _RING_TOKENS)),
         [0],
@@ -212,10 +212,10 @@ async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
 
 
 async def _rate(tokens: list[int], seconds: int) -> float:
-    """Return the mean tokens per second over the next `seconds`, including the current second.
+    """Return the mean tokens per second over `seconds` seconds, of which the current second is the first.
 
     Raises:
-        CommandError: no token was computed.
+        CommandError: the engine generated no token.
     """
     first = len(tokens) - 1
     while len(tokens) <= first + seconds:  # noqa: ASYNC110  # a list has no event for it
@@ -241,5 +241,5 @@ async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
 
 
 def _prompts(count: int, tokens: int) -> list[list[int]]:
-    draw = random.Random(1)  # with the warm-up's seed, the first prompt would be the warm-up's prompt
+    draw = random.Random(1)  # the warm-up's seed, 0, would repeat the warm-up's prompt
     return [draw.choices(range(256), k=tokens) for _ in range(count)]

@@ -1,7 +1,7 @@
-"""Two ways to write and read the same bytes: through the remote tier, and with Mooncake's or S3's client alone.
+"""Two ways to write and read the same bytes: through the remote tier, or only with Mooncake's or S3's client.
 
-The remote tier copies between scattered host slots and the server, with checksums. The client alone copies
-memory that it has registered. Both use the same number of threads, and values and batches of the same size.
+The remote tier copies between scattered host slots and the server, with checksums. The client copies between its
+own buffers and the server. Both ways use the same number of threads, and values and batches of the same size.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from kvoffload.remote.local import LocalBucket
     from tests.bench.copy_rig import Rig
 
-TIMEOUT_S = 60.0  # long enough to measure a slow call
+TIMEOUT_S = 60.0  # so long that slow calls are measured and do not fail
 _KEY_BYTES = 33
-_POLL_S = 1e-3  # with shorter pauses, polling would slow the threads down
+_POLL_S = 1e-3  # more frequent polls would slow the threads down
 REGIONS = 8
 
 
 class Way(Protocol):
-    """One way to write and read the bytes of a repeat."""
+    """A way to write and read the bytes of a repeat."""
 
     def put(self) -> None:
         pass
@@ -62,7 +62,7 @@ class TierWay:
 
     Args:
         url: the remote tier's URL.
-        rig: has the host memory, and determines the number of blocks.
+        rig: the rig with the host memory.
     """
 
     def __init__(self, url: str, rig: Rig) -> None:
@@ -94,7 +94,7 @@ class TierWay:
         self._job(Direction.LOAD)
 
     def check(self) -> None:
-        """Put, clear the slots, get, and compare.
+        """Put blocks, clear their host slots, get the blocks into the same slots, and compare.
 
         Raises:
             CommandError: a byte differs.
@@ -125,10 +125,10 @@ class TierWay:
 
 
 class ClientWay(ABC):
-    """Writes and reads with the server's client alone, in batches, on as many threads as the remote tier has.
+    """Writes and reads only with the server's client, in batches, on as many threads as the remote tier has.
 
     Args:
-        rig: determines the size and number of blocks.
+        rig: the rig that determines the size and number of blocks.
     """
 
     def __init__(self, rig: Rig) -> None:
@@ -179,7 +179,7 @@ class ClientWay(ABC):
 
 
 class MooncakeClient(ClientWay):
-    """Uses a separate connection to Mooncake. `clear` removes all objects, so Mooncake must have no other user."""
+    """Uses Mooncake's client. `clear` removes all of the server's objects, so the server must have no other user."""
 
     def __init__(self, server: LocalMooncake, rig: Rig) -> None:
         super().__init__(rig)
@@ -215,9 +215,7 @@ class MooncakeClient(ClientWay):
 
 
 class BucketClient(ClientWay):
-    """Uses a separate connection to the bucket. A batch is one object, as in the tier, and a get reads ranges
-    of it.
-    """
+    """Uses an S3 client. A batch is one object, as in the remote tier, and a get reads the object's ranges."""
 
     def __init__(self, server: LocalBucket, rig: Rig) -> None:
         import obstore

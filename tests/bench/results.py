@@ -1,4 +1,4 @@
-"""Prints the lines of a bench as a table or JSON, and saves them to one file per bench and machine."""
+"""Prints the lines of a bench as a table or JSON, and saves the lines to one file per bench and machine."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def give_out(
     measuring: Iterable[Line],
     *packages: str,
 ) -> int:
-    """Run a bench, print its lines, and save them if requested. Return the exit code.
+    """Run a bench, print the lines, and save the lines if requested. Return the exit code.
 
     Args:
         name: the bench's name.
-        args: the options that `add_output_arguments` defines.
-        method: a sentence that describes the method.
-        measuring: yields the lines.
-        packages: distributions whose versions are recorded too.
+        args: the parsed options of the bench.
+        method: a description of the method.
+        measuring: measures and yields the lines.
+        packages: distributions whose versions the result contains.
 
     Raises:
         CommandError: the bench cannot run, or a file cannot be written.
@@ -62,14 +62,14 @@ def give_out(
     else:
         about_text = ", ".join(f"{key} {value}" for key, value in about.items())
         print("\n".join([about_text, method, "", *table(lines)]))
-    # Save last: if the file cannot be written, the results are at least on the screen.
+    # Save after printing, so that an error from writing the file does not lose the results.
     if args.save is not None:
         say(f"written: {_save(name, result, args.save)}")
     return Exit.OK
 
 
 def _options(args: argparse.Namespace) -> dict[str, object]:
-    """Return the bench's options except paths, which differ between machines."""
+    """Return the options of a bench except paths, which differ between machines."""
     hidden = ("json", "save")
     return {
         name: value
@@ -79,10 +79,10 @@ def _options(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _machine(*packages: str) -> dict[str, object]:
-    """Return the facts on which the results depend: GPU, processor, current load, and versions.
+    """Return a description of the machine: GPU, processor, memory, load, and versions of packages.
 
     Args:
-        packages: distributions whose versions are recorded too, if they are installed.
+        packages: further distributions. Those that are not installed are left out.
     """
     found: dict[str, object] = {}
     if torch.cuda.is_available():
@@ -94,16 +94,15 @@ def _machine(*packages: str) -> dict[str, object]:
 
 
 def _save(name: str, result: Mapping[str, object], folder: Path) -> Path:
-    """Write a bench's result to `folder`/NAME-MACHINE.json, replacing an existing file; return the path.
+    """Write a result to NAME-MACHINE.json in a folder, and return the path. Replace an existing file.
 
     Args:
         name: the bench's name.
-        result: JSON-like values; its "machine" names the file.
-        folder: created if it is missing.
+        result: the result as JSON types. The entry "machine" determines the file's name.
+        folder: the folder, which is created if it does not exist.
 
     Raises:
-        CommandError: the file cannot be written, or is larger than 30 kB. Results must not contain single
-            samples.
+        CommandError: the file cannot be written, or the result takes more than `MOST_BYTES`.
     """
     about = result["machine"]
     assert isinstance(about, Mapping)
@@ -123,9 +122,7 @@ def _save(name: str, result: Mapping[str, object], folder: Path) -> Path:
 
 
 def _slug(about: Mapping[str, object]) -> str:
-    """Return the part of a file name that stands for a machine: its GPU, or its processor and number of
-    cores.
-    """
+    """Return a machine's name in file names: the GPU, or the processor and the number of cores."""
     named = about.get("gpu") or f"{about['cpu']} {about['cores']} cores"
     plain = re.sub(r"\((r|tm)\)|processor|cpu|@", " ", str(named).lower())
     return _NOT_IN_NAMES.sub("-", plain).strip("-")

@@ -1,4 +1,4 @@
-"""Measures lookups and the memory of slots in the real `SchedulerSide`, without an engine and without copies."""
+"""Measures lookups, and the memory per host slot, in the real `SchedulerSide` without an engine or copies."""
 
 from __future__ import annotations
 

@@ -49,9 +49,9 @@ class Workload:
 
     Args:
         model: a description of the model.
-        shape: the model's configuration.
-        prompt_tokens: the tokens of a conversation's first prompt.
-        turn_tokens: the tokens that each turn adds to the prompt.
+        shape: entries of the model's configuration.
+        prompt_tokens: the number of tokens in a conversation's first prompt.
+        turn_tokens: the number of tokens that each turn adds to the prompt.
         options: vLLM's options.
     """
 
@@ -64,7 +64,7 @@ class Workload:
 
 ON_CPU = Workload(
     "a tiny Qwen3",
-    {  # large enough that computing a prompt takes longer than scheduling it
+    {  # so large that computing a prompt takes longer than scheduling the request
         "hidden_size": 256,
         "intermediate_size": 512,
         "num_attention_heads": 4,
@@ -94,7 +94,7 @@ ON_GPU = Workload(
         "enforce_eager": False,
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
         "max_num_batched_tokens": 8192,
-        "gpu_memory_utilization": 0.2,  # each of up to four engines may use this share
+        "gpu_memory_utilization": 0.2,  # per engine, of which there are up to four
         "kv_cache_memory_bytes": 8 << 30,
     },
 )
@@ -129,7 +129,7 @@ def _measure(
 ) -> Iterator[Line]:
     longest = work.prompt_tokens + TURNS * work.turn_tokens
     needed = conversations * (longest // BLOCK)
-    # one block more than needed, because the null block is never used
+    # The last 1 is the null block, which no request can use.
     blocks = max(needed // _CACHE_SHARE, AT_ONCE * (longest // BLOCK + 1)) + 1
     options = {"num_gpu_blocks_override": blocks, "max_model_len": longest, **work.options}
     draw = random.Random(0)
@@ -142,7 +142,7 @@ def _measure(
 
 
 def _throughput(rates: Mapping[str, Sequence[float]], vllm: str) -> Iterator[Line]:
-    """Yield the lines for prompts that never repeat. `rates` has each connector's tokens per second."""
+    """Yield the lines for prompts that never repeat, from each connector's tokens per second."""
     what = f"throughput on prompts that never repeat, {vllm}"
     for name, found in rates.items():
         if name != PLAIN:
@@ -152,7 +152,7 @@ def _throughput(rates: Mapping[str, Sequence[float]], vllm: str) -> Iterator[Lin
 
 
 def _first_tokens(first_ms: Mapping[str, Sequence[float]], working_set: str) -> Iterator[Line]:
-    """Yield the lines for returning turns. `first_ms` has each connector's milliseconds to first token."""
+    """Yield the lines for returning turns, from each connector's times to first token in milliseconds."""
     first = f"first token of returning turns, {working_set}"
     for name, found in first_ms.items():
         if name != PLAIN:
@@ -180,9 +180,7 @@ def _never_repeating(
 def _returning(
     work: Workload, riders: Sequence[Rider], conversations: int, draw: random.Random
 ) -> dict[str, list[float]]:
-    """Run all conversations round by round; each prompt continues the conversation. Return milliseconds to
-    first token.
-    """
+    """Play all conversations round by round. Return the returning turns' times to first token in milliseconds."""
     first_ms: dict[str, list[float]] = {rider.name: [] for rider in riders}
     prompts = [_tokens(draw, work.prompt_tokens) for _ in range(conversations)]
     for turn in range(TURNS):

@@ -1,4 +1,4 @@
-"""Runs each bench with its smallest settings. tests/vllm tests the benches that need vLLM."""
+"""Tests of the benches, with small settings. The tests of benches that need vLLM are in tests/vllm."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_bench_measures_and_prints_its_lines(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # this bench measures the disk of the current folder
+    monkeypatch.chdir(tmp_path)  # the disk bench measures the disk of the current folder
     assert main([*command.split(), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert [line["median"] > 0 for line in printed["lines"]] == [True] * lines
@@ -61,7 +61,7 @@ def test_the_opening_of_an_index_is_measured(tmp_path: Path) -> None:
 
 
 def break_copies(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[CopyRuns], None]) -> None:
-    """Make the host copier call `spoil` after each copy, to alter the copied bytes."""
+    """Make the host copier call `spoil` with the runs of each copy after the copy."""
 
     def copy(runs: CopyRuns) -> None:
         host_copier.copy_by_memmove(runs)
@@ -79,7 +79,7 @@ def last_byte(runs: CopyRuns) -> None:
 
 
 def byte_behind(runs: CopyRuns) -> None:
-    """Flip a byte after a written page, in a page that the copy did not write."""
+    """Flip a byte of a page that follows a written page, but that the copy did not write."""
     flip(int(np.setdiff1d(runs.target + PAGE, runs.target)[0]))
 
 

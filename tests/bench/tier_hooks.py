@@ -1,4 +1,4 @@
-"""Measures how much time a lower tier adds to the scheduler's hooks."""
+"""Measures the time that a lower tier adds to the scheduler's hooks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PATIENCE_S = 120.0
 
 @asynccontextmanager
 async def served(options: DemoOptions, settings: Mapping[str, object]) -> AsyncIterator[Served]:
-    """Run an engine during the `with` block. Its host memory is ready, and its lower tiers can be used."""
+    """Run an engine during the `with` block, after its host memory is ready and its lower tiers are open."""
     plugin = load_plugin(PLUGIN)
     async with Engine(engine_config(options, settings), plugin) as engine:
         side: SchedulerSide | None = getattr(plugin, "offload", None)
@@ -55,10 +55,15 @@ def _has_its_memory(side: SchedulerSide) -> bool:
 
 
 async def until(engine: Engine | None, what: str, holds: Callable[[], bool]) -> None:
-    """Wait for a condition. Step the engine meanwhile, if there is one.
+    """Wait until a condition is true.
+
+    Args:
+        engine: an engine to step while waiting, or None.
+        what: a description of the condition, for the error.
+        holds: returns whether the condition is true.
 
     Raises:
-        CommandError: the condition did not hold in time. The message contains `what`.
+        CommandError: the condition was not true within `_PATIENCE_S`.
     """
     now = asyncio.get_running_loop().time
     end = now() + _PATIENCE_S
@@ -71,14 +76,12 @@ async def until(engine: Engine | None, what: str, holds: Callable[[], bool]) -> 
 
 
 def moved(side: SchedulerSide, tier: str, way: str) -> float:
-    """Return how many blocks were copied to a tier (`way` is "store") or from it ("load")."""
+    """Return the number of blocks copied to a lower tier ("store") or from a lower tier ("load")."""
     return side.counters.snapshot().count("kvoffload_tier_blocks_total", tier, way, "done")
 
 
 async def hook_seconds(engines: Mapping[str, Served]) -> dict[str, list[float]]:
-    """Play each round of `OUTGROWS` on every engine, one engine after the other. Return each engine's seconds
-    in hooks, by round.
-    """
+    """Play `OUTGROWS` on all engines, which alternate after each round. Return each engine's hook seconds by round."""
     conversations = make_conversations(OUTGROWS)
     players: dict[str, Player] = {}
     for name, (engine, _) in engines.items():

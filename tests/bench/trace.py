@@ -4,9 +4,9 @@ core.
 A trace is a file of JSON lines with `timestamp` (milliseconds), `input_length` (tokens) and `hash_ids`, one
 hash for each 512 tokens of the prompt. Equal hashes mean equal prefixes. Mooncake publishes such traces.
 
-In the simple model, a tier is a table of keys in the order of use. The real core receives the same requests
-with the same capacities; its copies end at once and copy nothing. The keys of an answer are unknown, unless a
-later prompt contains them.
+In the simple model, a tier is a table of keys in the order of use. The real core gets the same requests with the
+same capacities; its copies end at once and copy nothing. A trace has the keys of an answer only if a later prompt
+contains the answer.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from tests.bench.results import add_output_arguments, give_out
 from tests.keys import block_key
 
 BLOCK_TOKENS = 512
-_BATCH = 64  # one call to the remote tier reads or writes up to this many keys
+_BATCH = 64  # the most keys that one call to the remote tier reads or writes
 _GROUP = GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS)
 _DEVICE_BLOCKS = 4096
-# The real core serves only a part of the trace, because it is slower than the simple model.
+# The most engines and requests for the real core, which is slower than the simple model.
 _CORE_ENGINES, _CORE_REQUESTS = 64, 4000
 _MANY = 1000
 _GBIT = 1e9 / 8
@@ -53,14 +53,18 @@ class Prompt(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """The largest number of blocks that a hit can have: at least one token must be computed."""
+        """The most blocks that a hit can have, because the engine must compute at least one token."""
         return (self.tokens - 1) // BLOCK_TOKENS
 
 
 class Tiers(NamedTuple):
-    """The capacities of the tiers, in blocks.
+    """The tiers of an engine.
 
-    A block is written to the remote tier after `share_after` hits. None means that there is no remote tier.
+    Args:
+        name: a description of the tiers.
+        host: the host tier's capacity, in blocks.
+        disk: the disk tier's capacity, in blocks; 0 without a disk tier.
+        share_after: the number of hits after which a block is written to the remote tier; None without a remote tier.
     """
 
     name: str
@@ -126,27 +130,27 @@ def route(prompts: Sequence[Prompt], engines: int, *, is_sticky: bool) -> list[i
     ]
 
 
-# -- on paper ---------------------------------------------------------------------------------------------------
+# -- the simple model -------------------------------------------------------------------------------------------
 
 
 class PaperEngine:
     """The simple model of one engine's tiers.
 
     Args:
-        tiers: the capacities.
-        store: the keys in the shared remote tier.
+        tiers: the engine's tiers.
+        store: the keys in the remote tier, which all engines share.
     """
 
     def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
         self._tiers = tiers
         self._store = store
-        # How often each block on the host was found again, by key.
+        # The number of hits of each block on the host, the least recently used block first.
         self._host: OrderedDict[BlockKey, int] = OrderedDict()
         self._disk: OrderedDict[BlockKey, None] = OrderedDict()
         self.count: Counter[str] = Counter()
 
     def serve(self, prompt: Prompt) -> None:
-        """Look a prompt up, count what was found, and store all of its blocks."""
+        """Look up a prompt, count the tokens found, and store all of the prompt's blocks."""
         count, found = self.count, 0
         asked = [key for key in prompt.keys if key not in self._host and key not in self._disk]
         count["asked"] += len(asked) if self._tiers.share_after is not None else 0
@@ -168,7 +172,7 @@ class PaperEngine:
         self._keep(prompt.keys, found)
 
     def _keep(self, keys: Sequence[BlockKey], found: int) -> None:
-        """Store these blocks. The deepest blocks become the least recently used."""
+        """Store a prompt's blocks, the deepest first, so that the deepest are evicted first."""
         put = 0
         for at in reversed(range(len(keys))):
             hits = self._host.get(keys[at], int(at < found))
@@ -196,12 +200,11 @@ class PaperEngine:
 
 
 class CoreEngine:
-    """One engine's scheduler side with the real core. It serves one request after the other, and copies end
-    at once.
+    """The real core of one engine, which serves one request after the other. Copies end at once.
 
     Args:
-        tiers: the capacities.
-        store: the keys in the shared remote tier.
+        tiers: the engine's tiers.
+        store: the keys in the remote tier, which all engines share.
     """
 
     def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
@@ -224,7 +227,7 @@ class CoreEngine:
             lower.remote_opened(facts.RemoteOpened("trace"))
 
     def serve(self, prompt: Prompt) -> None:
-        """Run one request from its arrival to its end, and let all copies end."""
+        """Run one request from its arrival to its end, and all of its copies."""
         core, self._served = self._core, self._served + 1
         name = RequestId(str(self._served))
         core.request_seen(facts.RequestSeen(name, prompt.tokens, (prompt.keys,)))
@@ -276,7 +279,7 @@ class CoreEngine:
         self._core.transfer_reported(facts.TransferReported(report))
 
 
-# -- what is found ----------------------------------------------------------------------------------------------
+# -- results ----------------------------------------------------------------------------------------------------
 
 
 def play(
@@ -287,7 +290,7 @@ def play(
     *,
     is_sticky: bool = False,
 ) -> Counter[str]:
-    """Run the requests on `engines` engines; return the counts of tokens, blocks and calls over all engines."""
+    """Run the requests on `engines` engines, and return the sums of all engines' counts."""
     store: set[BlockKey] = set()
     all_of_them: dict[int, PaperEngine | CoreEngine] = {}
     for number, prompt in zip(route(prompts, engines, is_sticky=is_sticky), prompts, strict=True):
@@ -336,7 +339,7 @@ def _hit(what: str, count: Counter[str]) -> Line:
 def _network(
     what: str, args: argparse.Namespace, prompts: Sequence[Prompt], engines: int, count: Counter[str]
 ) -> Iterator[Line]:
-    """Yield the load on the remote tier and on its network, also extrapolated to a thousand engines."""
+    """Yield the load on the remote tier and the network; for the least engines, also extrapolated to `_MANY`."""
     seconds = max(prompts[-1].at_s - prompts[0].at_s, 1.0)
     block = args.kv_bytes * BLOCK_TOKENS
     keys = count["asked"] + count["fetched"] + count["put"]

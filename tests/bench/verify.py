@@ -1,9 +1,9 @@
-"""Measures how much time checksums (`verify`) add to copies within host memory.
+"""Measures the time that checksums (`verify`) add to copies within host memory.
 
 Every repeat copies the same blocks to slots and back once with each setting, in rotating order, so that other
 load on the machine affects all settings. Copies and checksums run one after the other on one thread. Each
-repeat uses other blocks of memory that is larger than the processor's caches. Each setting's time is divided
-by the time of "off" in the same repeat.
+repeat uses other blocks of memory that is larger than the processor's caches. The result is each setting's time
+divided by the time of "off" in the same repeat.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out
 
 MODES = ("off", "sample", "full")
-REGIONS = 32  # a block has 32 regions: keys and values of 16 layers, or 32 layers with both in one tensor
+REGIONS = 32  # 16 layers with separate keys and values, or 32 layers with one tensor each
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(block_kib: int, size: int, repeats: int) -> Iterator[Line]:
-    """In each repeat, copy `size` bytes of blocks to slots and back with every setting."""
+    """Measure copies of `size` bytes of blocks to slots and back, with every setting."""
     seconds: dict[Direction, dict[str, list[float]]] = {
         way: {mode: [] for mode in MODES} for way in Direction
     }

@@ -1,6 +1,6 @@
-"""Runs several engines in one process, which take turns in steps, and times their scheduler hooks.
+"""Runs several vLLM engines in one process, which take turns in steps, and times the scheduler's hooks.
 
-vLLM keeps the worker's connector in a global variable, so each engine sets this variable before a step.
+vLLM has one global variable for the worker's connector, so each engine sets the variable before a step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 from kvoffload.cli.exits import CommandError
 
 ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # run the scheduler and the worker in this process
-    "TORCHDYNAMO_DISABLE": "1",  # compiling would take longer than it saves here
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the bench times the scheduler in this process
+    "TORCHDYNAMO_DISABLE": "1",  # in a short run, compiling takes more time than compiled code saves
     "OMP_NUM_THREADS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # do not let FlashInfer compile a sampler: greedy requests need none
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # FlashInfer may have to compile its sampler, which greedy requests do not need
     "HF_HUB_OFFLINE": "1",
 }
 
@@ -43,7 +43,7 @@ _SHAPE: Mapping[str, Any] = {
     "pad_token_id": 1,
     "bos_token_id": None,
 }
-HOST_BYTES = 1 << 28  # so much host memory that nothing is evicted
+HOST_BYTES = 1 << 28  # enough for all blocks of a bench, so that none is evicted
 HOST_BYTES_ON_GPU = 20 << 30
 
 HOOKS = (
@@ -68,7 +68,7 @@ _PAUSE_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What was measured in one engine step.
+    """The measurements of one engine step.
 
     Args:
         requests: the number of scheduled requests.
@@ -82,7 +82,15 @@ class Step:
 
 
 class Rider:
-    """One engine with one connector, or without a connector. `options` override the engine's default options."""
+    """A vLLM engine.
+
+    Args:
+        name: the connector's name.
+        checkpoint: the model's folder.
+        kv_transfer: vLLM's settings for the connector; None for no connector.
+        running: the most requests that run at the same time.
+        options: vLLM's options, which override the defaults of `_options`.
+    """
 
     def __init__(
         self,
@@ -117,7 +125,7 @@ class Rider:
         return bool(self._scheduler.has_requests())
 
     def ask(self, prompts: Sequence[Sequence[int]], tokens: int) -> list[str]:
-        """Request `tokens` tokens for each prompt; return the request ids."""
+        """Add a request for `tokens` tokens for each prompt, and return the request ids."""
         from vllm import SamplingParams
 
         wanted = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -127,9 +135,7 @@ class Rider:
         return names
 
     def step(self) -> Step:
-        """Run one step. If nothing was computed, pause afterwards, as vLLM's server does while it waits for
-        copies.
-        """
+        """Run one step. If the step computed nothing, pause, as vLLM's server does while it waits for copies."""
         self._place._KV_CONNECTOR_AGENT = self._worker_connector
         self._requests = self._tokens = 0
         self.outputs = self.llm.llm_engine.step()
@@ -140,9 +146,7 @@ class Rider:
         return step
 
     def serve(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[float], float]:
-        """Serve all prompts concurrently; return the seconds to each prompt's first token, and the total
-        seconds.
-        """
+        """Serve all prompts at the same time. Return the seconds to each prompt's first token, and until the end."""
         begun = time.perf_counter()
         names = self.ask(prompts, tokens)
         first: dict[str, float] = {}
@@ -157,13 +161,13 @@ class Rider:
         self.llm.llm_engine.abort_request(list(names))
 
     def follow(self, make: Callable[[Any, Any], Any], ended: Callable[[Any], Any]) -> None:
-        """Time a connector's scheduler side that follows this engine, which runs without a connector.
+        """Time a connector's scheduler side beside this engine, which must have no connector.
 
-        The scheduler side receives each request and plans in each step, but its hits and plans are not used.
+        The scheduler side receives each request and plans in each step, but the engine ignores its hits and plans.
 
         Args:
-            make: creates the scheduler side from the configurations of vLLM and of its KV cache.
-            ended: returns the workers' report that all copies of a plan have ended.
+            make: creates the scheduler side from vLLM's configuration and the KV cache's configuration.
+            ended: returns, for a plan, a workers' report in which all copies have ended.
         """
         scheduler = self._scheduler
         side = make(self.llm.llm_engine.vllm_config, scheduler.kv_cache_config)
@@ -224,8 +228,7 @@ OURS, PEER, NATIVE = "kvoffload", "peer", "native"
 
 
 def find_connectors() -> tuple[dict[str, dict[str, Any]], str]:
-    """Prepare the process for vLLM. Return the connectors' settings by name, and a sentence that describes
-    the peer.
+    """Prepare the process for vLLM. Return the connectors' settings by name, and a description of the peer.
 
     Without a GPU, the peer copies within host memory.
     """
@@ -253,14 +256,14 @@ def open_riders(
     shape: Mapping[str, Any] | None = None,
     **options: object,
 ) -> Iterator[list[Rider]]:
-    """Run one engine per connector during the `with` block. All have the same tiny model.
+    """Run one engine per connector, all with the same tiny model, during the `with` block.
 
     Args:
         model: "qwen3" or "gemma3".
-        connectors: settings by name; None for no connector.
-        running: the most requests that run at the same time.
-        shape: replaces the model's default shape.
-        options: override the engines' default options.
+        connectors: vLLM's settings for each connector, by name; None for no connector.
+        running: the most requests that run at the same time in an engine.
+        shape: entries of the model's configuration, which replace the defaults.
+        options: vLLM's options, which override the defaults.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         checkpoint, riders = _write_checkpoint(model, Path(folder), shape or {}), []
@@ -275,7 +278,12 @@ def draw_prompts(draw: random.Random, count: int) -> list[list[int]]:
 
 
 def kv_transfer(connector: str, **extra: object) -> dict[str, Any]:
-    """Return vLLM's settings for a connector. `extra` contains the connector's own settings."""
+    """Return vLLM's settings for a connector.
+
+    Args:
+        connector: the connector's name in vLLM.
+        extra: the connector's own settings.
+    """
     return {
         "kv_connector": connector,
         "kv_role": "kv_both",
@@ -285,7 +293,7 @@ def kv_transfer(connector: str, **extra: object) -> dict[str, Any]:
 
 
 def prepare_process(on_gpu: bool) -> None:
-    """Set the environment variables that vLLM reads when it is imported."""
+    """Set the environment variables that vLLM reads during its import."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not on_gpu:
@@ -293,7 +301,7 @@ def prepare_process(on_gpu: bool) -> None:
 
 
 def _write_checkpoint(kind: str, folder: Path, shape: Mapping[str, Any]) -> Path:
-    """Write the configuration of a tiny model to a folder; return the folder. vLLM generates random weights."""
+    """Write the configuration of a tiny model, for which vLLM generates weights, and return the model's folder."""
     import transformers
 
     config: Any
@@ -302,7 +310,7 @@ def _write_checkpoint(kind: str, folder: Path, shape: Mapping[str, Any]) -> Path
             **{"num_hidden_layers": 1, "architectures": ["Qwen3ForCausalLM"], **_SHAPE, **shape}
         )
     else:
-        # these layers need six KV cache groups, as in the real models
+        # As in the real models, the layers need six KV cache groups.
         layers = ["sliding_attention"] * 5 + ["full_attention"]
         config = transformers.Gemma3TextConfig(
             num_hidden_layers=len(layers),

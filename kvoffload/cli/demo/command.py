@@ -32,27 +32,27 @@ HELP = "run the same conversations without and with offloading, and compare them
 add_arguments = options.add_arguments
 
 _CLEAR_LINE = "\r\x1b[K"
-# Without this, Mooncake's client logs a page of messages at each start.
+# At the default log level, Mooncake's client logs a page of messages at each start.
 _QUIET = {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")}
 
 
 class Screen:
-    """Prints results to standard output and everything else to standard error. Progress is shown only on a terminal.
+    """Prints results to standard output, and messages to standard error. Shows progress if that is a terminal.
 
     Args:
-        quiet: whether to hide progress even on a terminal.
+        quiet: True to hide progress also on a terminal.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self._clear = _CLEAR_LINE if sys.stderr.isatty() and not quiet else ""
 
     def progress(self, text: str) -> None:
-        """Show what the demo is doing, in place of the previous text."""
+        """Replace the progress line on the terminal."""
         if self._clear:
             print_error(f"{self._clear}{text}", end="")
 
     def say(self, text: str) -> None:
-        """Print a message that is not a result."""
+        """Print a message to standard error."""
         print_error(self._clear, end="")
         say(text)
 
@@ -65,14 +65,14 @@ def run(args: argparse.Namespace) -> int:
     """Run the demo.
 
     Raises:
-        KVOffloadError: the demo cannot run as asked.
+        KVOffloadError: the demo cannot run with its options.
     """
     begins = args.until_killed is not None
     asked = DemoOptions(**json.loads(args.until_killed)) if begins else options.demo_options(args)
     screen = Screen(quiet=begins or args.json)
     screen.progress("importing torch")
-    # This must be set before torch is imported. By default, OpenMP's threads spin while they wait for each other, which
-    # makes the demo several times slower on two busy cores.
+    # torch reads the variable during its import. By default, OpenMP's threads spin while they wait for each other,
+    # which makes the demo several times slower on two busy cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from kvoffload.cli.demo import session
     from kvoffload.engine import ConfigError, EngineError, PluginError, RequestRefused
@@ -93,13 +93,11 @@ def run(args: argparse.Namespace) -> int:
 
 @contextmanager
 def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | LocalBucket]:
-    """Run a remote tier's server on this machine, and set the environment variables that its clients need.
-
-    The server's files are removed when the `with` block ends.
+    """Run a remote tier's server on this machine during the `with` block, and set its clients' environment variables.
 
     Args:
-        kind: one of `LOCAL_STORES`.
-        node_bytes: how much memory Mooncake's node contributes, in bytes.
+        kind: a key of `LOCAL_STORES`.
+        node_bytes: the memory that a Mooncake server provides for blocks, in bytes.
 
     Raises:
         RemoteError: the server is not installed, or does not start.
@@ -114,9 +112,9 @@ def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | 
 
 @contextmanager
 def _lower_tier(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
-    """Prepare the disk tier's folder or the remote tier, and yield the setting that names it.
+    """Prepare the lower tier that the options name, and yield the setting with its folder or URL.
 
-    Without a lower tier, nothing is prepared and no setting is yielded.
+    Without a lower tier, yield no setting.
 
     Raises:
         CommandError: the folder cannot be created, or the remote tier cannot be reached.
@@ -146,14 +144,14 @@ def _lower_tier(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
 
 @contextmanager
 def _scratch(prefix: str, parent: str | None = None) -> Iterator[Path]:
-    """Create a folder, and remove it when the `with` block ends."""
+    """Create a temporary folder, which is removed when the `with` block ends."""
     with tempfile.TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)
 
 
 @contextmanager
 def _environment(names: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for this process and its children, and restore them afterwards."""
+    """Set environment variables during the `with` block."""
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
     try:

@@ -1,4 +1,4 @@
-"""Makes the demo's two engines and audits them. The engines differ only in that one loads kvoffload's plugin."""
+"""Starts and audits the demo's two engines, of which only one loads kvoffload's plugin."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 PLUGIN = "kvoffload"
-_CACHE_SHARE = 4  # by default, the device's cache holds 1/4 of all conversations
-_LEAST_LENGTH = 4096  # the minimum for `max_model_len`, in tokens
-_SPARE_LENGTH = 16  # extra tokens, because the warm-up's answer may be longer than the conversations' answers
+_CACHE_SHARE = 4  # by default, the device's cache has room for 1/4 of all conversations
+_LEAST_LENGTH = 4096  # the least `max_model_len`, in tokens
+_SPARE_LENGTH = 16  # in tokens: the warm-up's answer may be longer than the conversations' answers
 _TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
 _WINDOW_TOKENS = {"small": 256, "tiny": 48}
 _AT_REST = {"empty", "ready", "quarantined"}
@@ -28,7 +28,7 @@ _AT_REST = {"empty", "ready", "quarantined"}
 
 @dataclass(frozen=True, slots=True)
 class Engines:
-    """Both running engines, and the scheduler's side of the engine that offloads."""
+    """Both running engines, and the scheduler side of kvoffload's plugin."""
 
     plain: Engine
     offloaded: Engine
@@ -36,7 +36,11 @@ class Engines:
 
 
 def engine_config(options: DemoOptions, offload: Mapping[str, object] | None = None) -> EngineConfig:
-    """Return an engine's settings. If `offload` is given, the engine loads the plugin with these settings.
+    """Return an engine's settings.
+
+    Args:
+        options: the demo's options.
+        offload: kvoffload's settings; None for an engine without the plugin.
 
     Raises:
         CommandError: the device's cache is too small for the conversations' last turns.
@@ -45,7 +49,7 @@ def engine_config(options: DemoOptions, offload: Mapping[str, object] | None = N
     tokens = options.conversation_tokens
     config = EngineConfig(
         model=_model(options),
-        # The engine counts its null block too.
+        # `num_blocks` includes the null block.
         num_blocks=options.device_blocks and options.device_blocks + 1,
         max_model_len=max(tokens + _SPARE_LENGTH, _LEAST_LENGTH),
         device=options.device,
@@ -69,7 +73,7 @@ async def open_engine(options: DemoOptions) -> AsyncIterator[tuple[Engine, Sched
     """Start an engine with offloading. When the `with` block ends, drain and stop the engine.
 
     Raises:
-        CommandError: there is not enough memory for the engine.
+        CommandError: the machine has too little memory for the engine.
         KVOffloadError: the plugin does not accept its settings.
         EngineError: the engine does not accept its settings.
     """
@@ -80,22 +84,22 @@ async def open_engine(options: DemoOptions) -> AsyncIterator[tuple[Engine, Sched
 
 @asynccontextmanager
 async def open_engines(options: DemoOptions) -> AsyncIterator[Engines]:
-    """Start both engines. The engine with offloading is started first, because it is more likely to fail.
+    """Start both engines, first the engine with the plugin, which is more likely to fail.
 
     Raises:
-        CommandError, KVOffloadError, EngineError: as for `open_engine`.
+        CommandError, KVOffloadError, EngineError: for the same reasons as in `open_engine`.
     """
     async with open_engine(options) as (engine, offload), _make(engine_config(options), None) as plain:
         yield Engines(plain, engine, offload)
 
 
 def kv_blocks(options: DemoOptions, config: EngineConfig) -> int:
-    """Return how many blocks of KV are needed to continue every conversation, in all groups together."""
+    """Return the number of KV blocks, over all groups, with which every conversation could continue."""
     return options.conversations * _conversation_blocks(options, config)
 
 
 def audit(engines: Engines) -> list[str]:
-    """Return a message for each invariant that the idle engines break and each resource that they still hold."""
+    """Return a message for each invariant that the idle engines break, and for each resource still in use."""
     return [
         *audit_engine(engines.plain, "engine without offloading"),
         *audit_engine(engines.offloaded, "engine with offloading"),
@@ -104,7 +108,7 @@ def audit(engines: Engines) -> list[str]:
 
 
 def audit_engine(engine: Engine, name: str) -> list[str]:
-    """Return a message for each invariant that an idle engine breaks and each resource that it still holds."""
+    """Return a message for each invariant that an idle engine breaks, and for each resource still in use."""
     numbers = engine.statistics()
     held = {
         "waiting requests": numbers.waiting,
@@ -118,7 +122,7 @@ def audit_engine(engine: Engine, name: str) -> list[str]:
 
 
 def audit_offloading(offload: SchedulerSide) -> list[str]:
-    """Return a message for each invariant that an idle scheduler's side breaks, and each slot or job still in use."""
+    """Return a message for each invariant that an idle plugin breaks, and for each slot and job still in use."""
     return [f"offloading: {problem}" for problem in _problems(offload)]
 
 
@@ -132,21 +136,21 @@ def _problems(offload: SchedulerSide) -> Iterator[str]:
         if slots and state not in _AT_REST:
             yield f"{slots} slots of the {tier} are still {state}"
     for (tier, direction, state), jobs in gauges.get("kvoffload_open_jobs", {}).items():
-        if jobs and state != "abandoned":  # the metrics count abandoned jobs separately
+        if jobs and state != "abandoned":  # other metrics count abandoned jobs
             yield f"{jobs} {direction} jobs of the {tier} are still {state}"
 
 
 def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:
     try:
         return Engine(config, plugin)
-    except (MemoryError, RuntimeError) as error:  # torch raises either error when memory runs out
+    except (MemoryError, RuntimeError) as error:  # a lack of memory raises one of them in torch
         reason = str(error).partition("\n")[0] or "out of memory"
         raise CommandError(f"an engine on --device {config.device} cannot be made: {reason}") from error
 
 
 def _device_blocks(options: DemoOptions, config: EngineConfig, capacity: Capacity) -> int:
-    # Windows and chunks need the most blocks while a prompt is computed, and only one request at a time computes its
-    # prompt. All other requests are counted as having computed their prompts.
+    # Windows and chunks need the most blocks while a prompt is computed. One request at a time computes its prompt, so
+    # all other requests count with the blocks that they need afterwards.
     others = min(options.concurrency, options.conversations) - 1
     least = capacity.request_blocks(options.conversation_tokens)
     least += others * _conversation_blocks(options, config)

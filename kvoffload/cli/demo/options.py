@@ -20,31 +20,31 @@ LOCAL_STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
 """The values of --remote for which the demo starts a local server, each with the server's name for people to read."""
 LAYERS: dict[str, GroupKind] = {"full": "full", "window": "sliding_window", "recurrent": "recurrent"}
 """The values of --layers, each with the engine's name for this kind of layer."""
-# The number of turns before the kill is at least 2, because only blocks that a later turn found again are spilled.
+# The least number of turns before the kill: kvoffload spills a block only after a second turn has used it.
 _LEAST_BEFORE = 2
 _HOST_BYTES, _DISK_BYTES = "256MiB", "1GiB"
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What one demo plays, and on what engines.
+    """The conversations and the engines of one demo.
 
     Args:
         conversations: the number of conversations.
-        turns: turns per conversation.
-        first_tokens: tokens of each conversation's first message.
-        turn_tokens: tokens of each later message.
-        answer_tokens: tokens of each answer.
-        concurrency: conversations served at the same time.
+        turns: the number of turns in each conversation.
+        first_tokens: the number of tokens in each conversation's first message.
+        turn_tokens: the number of tokens in each later message.
+        answer_tokens: the number of tokens in each answer.
+        concurrency: the number of conversations served at the same time.
         model: "small" or "tiny".
         layers: a key of `LAYERS`. With "window" and "recurrent", every sixth layer still has full attention.
         device: "cpu", "cuda" or "cuda:N".
-        device_blocks: the number of blocks in the device's KV cache. None: about a quarter of what the conversations
-            need.
+        device_blocks: the number of blocks in the device's KV cache; None for about a quarter of the blocks that the
+            conversations need.
         seed: the seed of the model's weights and of the messages.
         offload: kvoffload's settings.
-        killed_in: the turn, counted from 0, in which the engine that begins the conversations is killed; None if no
-            engine is killed.
+        killed_in: the turn, counted from 0, in which the demo kills the engine that begins the conversations; None to
+            kill no engine.
     """
 
     conversations: int = 10
@@ -68,7 +68,7 @@ class DemoOptions:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the demo's options. The help must fit on a terminal with 24 lines."""
+    """Add the demo's options to the parser. The help must fit on a terminal with 24 lines."""
     parser.usage = "kvoffload demo [OPTION...]"
     add, default = parser.add_argument, DemoOptions()
     add("--model", choices=("small", "tiny"), default=default.model, help="tiny: for a quick look")
@@ -96,12 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object, not the table")
     add("--serve-metrics", metavar="PORT", type=_address, help="serve Prometheus metrics at [HOST:]PORT")
     add("--serve-for", metavar="SECONDS", type=seconds, help="go on serving them after the run")
-    # For internal use: the demo starts itself with this option in the process that it will kill.
+    # The demo starts the process that it will kill with this option.
     add("--until-killed", help=argparse.SUPPRESS)
 
 
 def demo_options(args: argparse.Namespace) -> DemoOptions:
-    """Return the parsed options. If the demo will start the remote tier itself, `remote_url` is not set yet.
+    """Convert the parsed options. With a local remote tier, which is not running yet, `remote_url` is missing.
 
     Raises:
         KVOffloadError: the options contradict each other, or a setting has an invalid value.
@@ -121,12 +121,12 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
     if is_continued:
         given["killed_in"] = max(args.turns // 2, _LEAST_BEFORE)
     if args.remote is not None:
-        given["concurrency"] = 1  # so that a time to first token excludes steps of other conversations
+        given["concurrency"] = 1  # a time to first token then excludes other conversations' steps
     return DemoOptions(**given, offload=_settings(args))
 
 
 def _settings(args: argparse.Namespace) -> dict[str, object]:
-    """Return kvoffload's settings, taken from the options.
+    """Return the kvoffload settings that the options determine.
 
     Raises:
         KVOffloadError: a setting is given twice, or has an invalid value.
@@ -136,14 +136,14 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
     )
     disk = {"disk_bytes": _DISK_BYTES} if args.disk is not None else {}
     if args.remote in LOCAL_STORES:
-        del given["remote_url"]  # the URL is known only once the local server runs
+        del given["remote_url"]  # the URL is known after the local server has started
     settings = {"host_bytes": _HOST_BYTES, **disk, **given}
     parse_config(settings)
     return settings
 
 
 def _store(text: str) -> str:
-    """Parse the name of a local server, or a URL, for argparse's `type=`."""
+    """Validate the name of a local server, or a URL, for argparse's `type=`."""
     try:
         if text not in LOCAL_STORES:
             parse_store(text)

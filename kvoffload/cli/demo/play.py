@@ -1,4 +1,4 @@
-"""Plays conversations turn by turn on one engine, and records the cost of each turn.
+"""Plays conversations turn by turn on one engine, and records each turn's answer and statistics.
 
 A turn's prompt consists of all earlier messages and answers and a new message. Each byte is a token.
 """
@@ -25,7 +25,7 @@ Conversation = tuple[bytes, ...]
 
 
 class TurnId(NamedTuple):
-    """Names one turn of one conversation. Conversations and turns are numbered from 0."""
+    """The numbers of a conversation and of one of its turns, both from 0."""
 
     conversation: int
     turn: int
@@ -41,7 +41,7 @@ class Turn:
     Args:
         turn: the numbers of the conversation and of the turn.
         answer: the generated tokens.
-        stats: the engine's statistics of the turn's request.
+        stats: the engine's statistics about the turn's request.
     """
 
     turn: TurnId
@@ -56,7 +56,7 @@ class Turn:
 
 
 def make_conversations(options: DemoOptions) -> list[Conversation]:
-    """Return conversations of random messages that the seed determines. No two conversations share a prefix."""
+    """Return conversations of random messages, which `options.seed` determines. No two conversations share a prefix."""
     draw = random.Random(options.seed)
     later = [options.turn_tokens] * (options.turns - 1)
     return [
@@ -66,7 +66,7 @@ def make_conversations(options: DemoOptions) -> list[Conversation]:
 
 
 def prompt_of(conversation: Conversation, answers: Sequence[Sequence[int]]) -> list[int]:
-    """Return the prompt of the turn that follows these answers."""
+    """Return the prompt of a conversation's next turn after the given answers."""
     prompt: list[int] = []
     for message, answer in zip(conversation, answers, strict=False):
         prompt += [*message, *answer]
@@ -79,9 +79,9 @@ class Player:
     Args:
         engine: a running engine.
         conversations: the conversations, all with the same number of turns.
-        options: the length of the answers, and how many turns are served at the same time.
+        options: determines the length of the answers, and the number of turns served at the same time.
         on_turn: called after each turn.
-        script: answers that prompts contain instead of the engine's own, so that two players send the same prompts.
+        script: the answers to put into prompts, so that two players send the same prompts; by default the engine's.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Player:
                 for _ in range(self._concurrency):
                     group.create_task(self._serve(turns))
         except ExceptionGroup as failed:
-            # If the engine stops, all its requests fail with the same error.
+            # All errors are the same: if the engine stops, every request fails with the reason.
             raise failed.exceptions[0] from None
         await idle(self._engine)
         self.elapsed_s += clock() - begun
@@ -143,7 +143,7 @@ async def idle(engine: Engine) -> None:
 
 
 async def warm_up(engine: Engine, tokens: int, seed: int) -> None:
-    """Serve a prompt that no conversation contains, because the first request takes extra time."""
+    """Serve a prompt that no conversation contains, because an engine's first request takes extra time."""
     prompt = random.Random(seed).choices(range(engine.config.model.vocab_size), k=tokens)
     async with engine.submit(prompt, SamplingParams(_WARM_UP_ANSWER)) as stream:
         async for _ in stream:

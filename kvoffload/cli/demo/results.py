@@ -1,4 +1,4 @@
-"""Computes the object that `--json` prints, and renders it as a table of 80 columns that begins with the verdict."""
+"""Computes the demo's result, which `--json` prints, and renders the result as a table of 80 columns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvoffload.telemetry.counters import Snapshot
 _LOGPROB_LIMIT = 1e-3
 _SHOWN = 10  # the maximum number of mismatches in the table
 _LABEL, _NUMBER = 42, 19
-_TEXT_LABEL = 20  # the label's width in a row that shows text
+_TEXT_LABEL = 20  # the width of the label in rows with text instead of two numbers
 _WIDTH = _LABEL + 2 * _NUMBER
 
 Numbers = dict[str, Any]
@@ -26,12 +26,12 @@ Numbers = dict[str, Any]
 
 
 def play_numbers(player: Player, options: DemoOptions, block_tokens: int) -> Numbers:
-    """Return the token counts and times of the conversations on one engine. Times are in seconds."""
+    """Return the token counts and times of the conversations on one engine. All times are in seconds."""
     turns = player.turns
     stats = [turn.stats for turn in turns]
     first_round = turns[0].turn.turn
     returning = [turn.stats for turn in turns if turn.turn.turn > 0]
-    # Earlier turns computed all of this prompt except for the new message and the last token of the last answer.
+    # Earlier turns computed all of a prompt except the new message and the last token of the last answer.
     known = [each.prompt_tokens - options.turn_tokens - 1 for each in returning]
     reusable = sum(tokens // block_tokens * block_tokens for tokens in known)
     reused = sum(each.device_hit_tokens + each.external_tokens for each in returning)
@@ -49,7 +49,7 @@ def play_numbers(player: Player, options: DemoOptions, block_tokens: int) -> Num
 
 
 def quantiles(samples: Sequence[float]) -> Numbers | None:
-    """Return the median and the 99th percentile (by nearest rank), or None if there are no samples."""
+    """Return the median and the 99th percentile (by nearest rank), or None without samples."""
     if not samples:
         return None
     ordered = sorted(samples)
@@ -57,7 +57,7 @@ def quantiles(samples: Sequence[float]) -> Numbers | None:
 
 
 def offload_numbers(counted: Snapshot) -> Numbers:
-    """Return the bytes copied between device and host, and counts of blocks by outcome or by cause."""
+    """Return the bytes copied between device and host, and the numbers of blocks by outcome or cause."""
     host = Tier.HOST.value
     return {
         "stored_bytes": counted.count("kvoffload_transfer_bytes_total", host, "store"),
@@ -70,7 +70,7 @@ def offload_numbers(counted: Snapshot) -> Numbers:
 
 
 def tier_numbers(counted: Snapshot) -> Numbers:
-    """Return the blocks and bytes copied between the host and each lower tier that was used."""
+    """Return the blocks and bytes copied between the host and each lower tier, without unused tiers."""
     tiers = {
         tier.value: {
             "written_blocks": counted.count("kvoffload_tier_blocks_total", tier.value, "store", "done"),
@@ -84,7 +84,7 @@ def tier_numbers(counted: Snapshot) -> Numbers:
 
 
 def compare(plain: Sequence[Turn], offloaded: Sequence[Turn]) -> Numbers:
-    """Compare every token and its log-probability. Both engines served the same prompts in the same order."""
+    """Compare every token and its log-probability. Both engines must have served the same prompts in the same order."""
     pairs = list(zip(plain, offloaded, strict=True))
     answers = [zip(one.answer, other.answer, strict=False) for one, other in pairs]
     differences = [abs(a.logprob - b.logprob) for answer in answers for a, b in answer]
@@ -96,10 +96,10 @@ def compare(plain: Sequence[Turn], offloaded: Sequence[Turn]) -> Numbers:
 
 
 def _mismatches(one: Turn, other: Turn) -> Iterator[str]:
-    """Yield mismatches up to the first token that differs. After that token, the engines continue different texts."""
+    """Yield a message for each mismatch up to the first different token, after which the contexts differ."""
     where = f"conversation {one.turn.conversation}, turn {one.turn.turn}"
     for place, (a, b) in enumerate(zip(one.answer, other.answer, strict=False)):
-        # `not <=` counts a NaN as a mismatch.
+        # Unlike `>`, `not <=` is True for a NaN.
         if a.token_id != b.token_id or not abs(a.logprob - b.logprob) <= _LOGPROB_LIMIT:
             without, with_ = (f"{token.token_id} ({token.logprob:.6f})" for token in (a, b))
             yield f"{where}, token {place}: {without} without offloading, {with_} with it"
@@ -110,7 +110,7 @@ def _mismatches(one: Turn, other: Turn) -> Iterator[str]:
 
 
 def render(result: Numbers) -> str:
-    """Return the result as the text that the terminal shows."""
+    """Return a result as a table that begins with the verdict."""
     parts = [_verdict(result)], _head(result), _compared(result), _offloading(result), _checks(result)
     return "\n\n".join("\n".join(part) for part in parts)
 
@@ -170,7 +170,7 @@ def _offloading(result: Numbers) -> Iterator[str]:
     yield _list("stores, blocks", found["stored_blocks"], size_text(found["stored_bytes"]))
     yield _list("loads, blocks", found["loaded_blocks"], size_text(found["loaded_bytes"]))
     yield _list("evicted", found["evicted_blocks"], f"of {result['host_slots']:,} host blocks")
-    # A lookup ends at its first missing block. Blocks behind that block are counted without a cause of their own.
+    # A lookup ends at its first missing block, the only block with a real cause.
     causes = dict(found["missed_blocks"])
     behind = causes.pop(MissCause.BEHIND_MISS.value, 0)
     yield _list("missed, by cause", causes, f"and {behind:,} blocks behind those")
@@ -180,7 +180,7 @@ def _offloading(result: Numbers) -> Iterator[str]:
     yield _text(
         "seconds (estimate)",
         f"{benefit['saved_s']:.1f} saved, {benefit['waited_s']:.1f} waited for loads, "
-        f"{benefit['lost_s']:.1f} lost to copies: net {round(net, 1) + 0.0:.1f}",  # avoids "-0.0"
+        f"{benefit['lost_s']:.1f} lost to copies: net {round(net, 1) + 0.0:.1f}",  # `+ 0.0` avoids "-0.0"
     )
 
 

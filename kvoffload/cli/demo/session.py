@@ -1,8 +1,8 @@
 """Runs one demo, and returns its exit code.
 
 plain run       The two engines alternate after each round, so that other load on the machine affects both alike.
-continued run   An engine in a process of its own begins the conversations and is killed (SIGKILL) in the middle of a
-                round. The two engines then continue from that round, with the answers of the completed rounds.
+continued run   An engine in a separate process begins the conversations and is killed (SIGKILL) in the middle of a
+                round. The two engines then continue with that round and the answers of the completed rounds.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ async def run_demo(options: DemoOptions, screen: Screen, args: argparse.Namespac
     Args:
         options: the conversations and engines.
         screen: prints progress and the result.
-        args: the parsed options; those for JSON output and metrics are used.
+        args: the parsed options, of which the options about JSON output and metrics are used.
 
     Raises:
-        KVOffloadError: the demo cannot run with these options; nothing has been run.
+        KVOffloadError: the demo cannot run with its options.
         EngineError: an engine does not accept its settings, or has stopped.
     """
-    engine_config(options)  # raises an error for bad sizes and devices before any process is started
+    engine_config(options)  # raises an error for invalid sizes and devices before any process starts
     registry = CollectorRegistry()
-    # Open the port first, so that a port that cannot be used ends the demo at once.
+    # Open the port first, so that an error ends the demo at once.
     with serve(registry, *args.serve_metrics) if args.serve_metrics else nullcontext() as url:
         answers, before = ({}, None) if options.killed_in is None else await _begun(options, screen)
         async with _engines(options, screen) as engines:
@@ -73,10 +73,10 @@ async def run_demo(options: DemoOptions, screen: Screen, args: argparse.Namespac
 
 
 async def play_until_killed(options: DemoOptions) -> int:
-    """Play the conversations until this process is killed; print a line of JSON after each turn.
+    """Play the conversations until this process is killed, and print a line of JSON after each turn.
 
     Raises:
-        KVOffloadError: the engine cannot run with these options.
+        KVOffloadError: the engine cannot run with the given options.
         EngineError: the engine stopped.
     """
     async with open_engine(options) as (engine, offload):
@@ -100,10 +100,10 @@ async def _begun(options: DemoOptions, screen: Screen) -> tuple[Answers, Numbers
     """Begin the conversations with an engine in another process, and kill that process in the middle of a round.
 
     Returns:
-        The process's answers in the completed rounds, and its counts of stored blocks and of copies to lower tiers.
+        The answers in the completed rounds, and the numbers of blocks stored and copied to lower tiers.
 
     Raises:
-        CommandError: the process ended by itself.
+        CommandError: the process ended before the kill.
     """
     assert options.killed_in is not None
     turns = options.killed_in * options.conversations + max(options.conversations // 2, 1)
@@ -112,7 +112,7 @@ async def _begun(options: DemoOptions, screen: Screen) -> tuple[Answers, Numbers
         *(sys.executable, "-m", "kvoffload", "demo", "--until-killed", json.dumps(asdict(options))),
         stdin=DEVNULL,
         stdout=PIPE,
-        start_new_session=True,  # so that Ctrl-C in a terminal does not signal this process
+        start_new_session=True,  # Ctrl-C in a terminal then does not signal the child
     )
 
     assert child.stdout is not None
@@ -153,7 +153,7 @@ async def _engines(options: DemoOptions, screen: Screen) -> AsyncIterator[Engine
 async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOptions) -> None:
     """Serve warm-up prompts until host memory is ready and the lower tiers are open.
 
-    Ranks report only during the engine's steps, and the engine steps only while it serves a prompt.
+    The ranks report progress only in the engine's steps, and the engine steps only while it serves a prompt.
 
     Raises:
         CommandError: the lower tier of a continued demo does not open in time.
@@ -161,7 +161,7 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
     clock = asyncio.get_running_loop().time
     deadline = clock() + _TIMEOUT_S
     while True:
-        # The process id is the prompt's seed, so that a lower tier cannot have the prompt's blocks from an earlier run.
+        # The process id is the prompt's seed, so that a lower tier does not have the prompt's blocks from a run before.
         await warm_up(engine, options.first_tokens, os.getpid())
         states = {tier_state(offload, tier) for tier in (Tier.DISK, Tier.REMOTE)}
         is_open = states <= {TierState.OPEN, None}
@@ -175,7 +175,7 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
 
 
 async def _play(options: DemoOptions, engines: Engines, answers: Answers, screen: Screen) -> Numbers:
-    """Play the conversations on both engines, one round on each engine in turn, and return the result."""
+    """Play the conversations on both engines, which alternate after each round, and return the demo's result."""
     screen.progress("warming up")
     await warm_up(engines.plain, options.first_tokens, options.seed)
     await _become_ready(engines.offloaded, engines.offload, options)
