@@ -68,7 +68,7 @@ def add_up(records: Iterable[Record]) -> Account:
     before, slots = 0, Counter[str]()
     for record in records:
         begun = record.time if begun is None else begun
-        if record.sequence <= before:  # another process wrote this record and later ones
+        if record.sequence <= before:  # here begin the records of another process
             slots.clear()
         before, at, message = record.sequence, record.time - begun, record.message
         bus.publish(message)

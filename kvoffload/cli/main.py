@@ -94,7 +94,7 @@ def _command(argv: Sequence[str] | None) -> int:
             parser.print_help(sys.stderr)
             return Exit.USAGE
         return load(args.command).run(args)
-    except SystemExit as end:  # argparse raises this after --help or a usage error
+    except SystemExit as end:  # argparse raises SystemExit after --help or a usage error
         return int(end.code or 0)
     except OutputError as error:
         say(f"error: {error}")

@@ -184,7 +184,7 @@ def parse_page(text: str, at: float) -> dict[str, Reading]:
     engines: dict[str, Reading] = {}
     try:
         families = [one for one in text_string_to_metric_families(text) if one.name.startswith("kvoffload_")]
-    except Exception as error:  # for other text than a metrics page, the parser may raise any exception
+    except Exception as error:  # if the text is no metrics page, the parser may raise any exception
         raise PageError(f"it is not a page of metrics: {str(error) or type(error).__name__}") from error
     for sample in (sample for family in families for sample in family.samples):
         if not math.isfinite(sample.value):
@@ -275,7 +275,7 @@ def run(args: argparse.Namespace) -> int:
     servers = [Server(page_url(url)) for url in args.urls]
     if args.json or args.once or not sys.stdout.isatty():
         return _print_once(servers, args.interval, as_json=args.json)
-    with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end this command
+    with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end `kvoffload top`
         _watch(servers, max(args.interval, _LEAST_INTERVAL_S))
     return Exit.OK
 

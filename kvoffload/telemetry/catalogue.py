@@ -291,7 +291,7 @@ _TIER = Label("tier", Tier, served=(Tier.HOST, Tier.DISK))
 _COPY_TIERS = Label("tier", Tier, served=(Tier.HOST, Tier.DISK, Tier.REMOTE))
 _LOWER_TIERS = Label("tier", Tier, served=(Tier.DISK, Tier.REMOTE))
 _DIRECTION = Label("direction", Direction)
-# Jobs in all other states have released their memory.
+# The states in which a job still uses memory.
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 _RESULT = Label("result", LookupResult)
 _SUBSCRIBER = Label("subscriber", Subscriber)
@@ -303,7 +303,7 @@ _INFO = tuple(
 
 # The time of a failed copy says nothing about the speed of the link.
 _SUCCEEDED = ("outcome", (CopyOutcome.DONE,))
-# Evictions that more memory would have avoided.
+# The causes of evictions that more memory would have avoided.
 _FOR_SPACE = ("cause", (EvictionCause.SPACE, EvictionCause.SPILL_BEHIND))
 
 # fmt: off

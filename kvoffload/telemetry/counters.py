@@ -176,7 +176,7 @@ class Counters:
         """Add a sample for each hook, the seconds that the hook took in the last step."""
         hooks = self._hooks
         for name, seconds in spent.items():
-            # `Histogram.observe` inlined, because every step runs this loop.
+            # Every step counts its hooks, so `Histogram.observe` is inlined.
             one = hooks[name]
             one.counts[bisect_left(one.bounds, seconds)] += 1
             one.total += seconds

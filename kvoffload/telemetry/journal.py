@@ -67,7 +67,7 @@ class Journal:
     ) -> None:
         self._now = now
         self._ring: deque[Entry] = deque(maxlen=ring_size)
-        # The bus appends to this list the batches that are not in the ring yet.
+        # The batches that are not in the ring yet. The bus appends new batches.
         self._young: list[Batch] = []
         head = _head(provenance, now()) if provenance else ""
         self._file = JournalFile(path, max_bytes, head) if path is not None else None
@@ -87,8 +87,8 @@ class Journal:
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines as text, the oldest first. Any thread may call this method."""
-        # Copy the list before the ring. If a message moves to the ring in between, both copies have the message, and
-        # its number shows the duplicate. In the other order, neither copy might have the message.
+        # Copy the young batches before the ring. If a message moves to the ring meanwhile, both copies have it, and its
+        # number shows the duplicate. In the reverse order, neither copy might have the message.
         young, ring = list(self._young), self._ring.copy()
         last = ring[-1][0] if ring else 0
         _extend(ring, [entry for entry in _entries(young) if entry[0] > last])
@@ -205,7 +205,7 @@ class JournalFile:
 
     def close(self) -> None:
         """Close the file. Further calls have no effect."""
-        with suppress(OSError):  # `append` has already raised this error
+        with suppress(OSError):  # `append` has already raised the error
             self._file.close()
 
     def _write(self, line: str) -> None:

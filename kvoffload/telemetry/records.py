@@ -219,7 +219,7 @@ def last_time(path: Path) -> float | None:
         JournalError: the file cannot be opened.
     """
     latest = -math.inf
-    # A truncated gzip file raises these errors after its last complete line.
+    # Reading a truncated gzip file raises an error after the last complete line.
     with _open(path) as file, suppress(OSError, EOFError, zlib.error):
         if not isinstance(file, gzip.GzipFile):  # seeking in a gzip file takes as long as reading it
             file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
@@ -292,7 +292,7 @@ def _of_request(records: Iterator[Record], request: str) -> Iterator[Record]:
     jobs: set[object] = set()
     before = number = 0
     for record in records:
-        if record.sequence <= before:  # another process wrote this record and later ones
+        if record.sequence <= before:  # here begin the records of another process
             number = 0
             jobs.clear()
         before = record.sequence

@@ -56,7 +56,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         _: further arguments from SGLang, which are not used.
 
     Raises:
-        ConfigError: the settings are invalid, or this engine's KV cannot be stored. The message lists all reasons.
+        ConfigError: the settings are invalid, or kvoffload cannot store the engine's KV. The message lists all reasons.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, _: Mapping[str, Any] | None = None) -> None:

@@ -52,7 +52,7 @@ def read_command_line(words: Sequence[str], add_options: Callable[[_AddOption], 
     rest = list(_plain(words[begin + 1 :]))
     add = (parser := _Parser(add_help=False)).add_argument
     add_options(add)
-    # Without this line, argparse would take --quantization for an abbreviation of --quantization-config.
+    # If --quantization were missing, argparse would take it for an abbreviation of --quantization-config.
     add("--quantization", "-q")
     for name in CHANGE_SIZES + CHOOSE_BLOCKS:
         add(name, nargs="*", dest=name)

@@ -1,6 +1,6 @@
 """The connector class that vLLM loads.
 
-The class has the hooks of both the scheduler and the workers; each instance has the state of only one of them.
+The class has the hooks of the scheduler side and of the worker side, but each instance serves only one side.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads ended. Only vLLM versions before 0.30 call this method.
 
-        Which loads failed, these versions read from `get_block_ids_with_load_errors`.
+        These versions learn only from `get_block_ids_with_load_errors` which loads failed.
         """
         received = self.take_received()
         self._bad_blocks = received.bad_blocks

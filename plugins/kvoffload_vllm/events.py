@@ -73,7 +73,7 @@ class BlockNotes:
             the block to a tier.
 
     Attributes:
-        awaited: the blocks that arrived on a tier before their notes were taken: the tiers, by block key.
+        awaited: for the key of each block that arrived before its note was taken, the tiers on which the block arrived.
         late: keys in `awaited` whose notes were taken since the last call of `TierEvents.take`.
         by_ratio: a dictionary of notes for each block size. The block size is a number of hashes. Each dictionary has
             the notes by block hash, and starts with the least recently checked note.
@@ -260,7 +260,7 @@ class Wire:
 
 
 def find_wire(kv_cache_config: KVCacheConfig) -> Wire:
-    """Return the installed vLLM's event classes and conversions for this KV cache."""
+    """Return the installed vLLM's event classes and conversions for a KV cache configuration."""
     from vllm.distributed import kv_events
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window

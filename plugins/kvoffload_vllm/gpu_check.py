@@ -216,7 +216,7 @@ def write_model(folder: Path, shape: Mapping[str, Any]) -> None:
 
     Args:
         folder: the folder to write to.
-        shape: entries that replace this function's own.
+        shape: entries that replace or extend the default entries.
     """
     import transformers
 

@@ -73,7 +73,7 @@ def vllm_groups(
         recovers_loads: True if vLLM recomputes the tokens of a failed load; False if vLLM fails the request.
 
     Raises:
-        ConfigError: this configuration cannot be offloaded; the message lists every reason.
+        ConfigError: kvoffload does not support the configuration; the message lists every reason.
     """
     features = features or find_features()
     problems = find_problems(vllm_config, kv_cache_config, features)

@@ -43,7 +43,7 @@ def preferred_layout(vllm_config: VllmConfig) -> str | None:
     vLLM may ignore the request. vLLM calls this function before kvoffload has validated the settings.
     """
     settings = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
-    # vLLM 0.29 and newer have this module.
+    # vLLM 0.29 and newer have the module `kv_cache_layout`.
     offers_layouts = importlib.util.find_spec("vllm.v1.kv_cache_layout") is not None
     return BLOCKS_OUTERMOST if offers_layouts and settings.get("layout") == "blocks" else None
 

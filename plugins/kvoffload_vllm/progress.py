@@ -52,7 +52,7 @@ class KeyMaker:
 
     def keys(self, hashes: Sequence[bytes], first: int) -> tuple[tuple[BlockKey, ...], ...]:
         """Return, for each group, the keys of the blocks whose last hash is in `hashes[first:]`."""
-        # This fast path serves decoding requests, which usually complete one block at a time.
+        # A fast path for decoding requests, which usually complete one block at a time.
         if self._has_one_hash_a_block and len(hashes) - first == 1:
             alone = [(hashes[first] + suffix,) for suffix in self._suffixes]
             return tuple(alone)  # type: ignore[arg-type]  # `BlockKey()` would cost one call per key
@@ -180,7 +180,7 @@ class ProgressReports:
         self.steps += 1
         reallocated: list[DeviceBlockId] = []
         # Most requests have no new block, and `compress` skips these requests quickly. For a resumed request, vLLM
-        # passes the whole block table, but the core already has this table since vLLM allocated it.
+        # passes the whole block table, which the core already has from `update_state_after_alloc`.
         for name, blocks in compress(zip(cached.req_ids, tables, strict=True), tables):
             if name not in resumed and name in self._tracked:
                 table: _Table = tuple([tuple(blocks[group]) for group in groups])

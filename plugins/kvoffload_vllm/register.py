@@ -1,4 +1,4 @@
-"""The plugin's entry point. A stock vLLM calls it in every process, so importing this module must be fast."""
+"""The plugin's entry point. A stock vLLM calls `register` in every process, so importing this module must be fast."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ MODULE = "kvoffload_vllm.connector"
 
 
 def register() -> None:
-    """Register the connector with vLLM's factory. Calling this more than once has no effect."""
+    """Register the connector with vLLM's factory. Further calls have no effect."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:

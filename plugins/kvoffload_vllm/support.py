@@ -43,7 +43,7 @@ NEEDED = (
     "has_pending_push_work",
     "on_new_request",
     "requires_kv_delivery",
-    # vLLM 0.28 and newer have this attribute. Older versions used recurrent states that a hit had not loaded.
+    # Only vLLM 0.28 and newer; older versions used recurrent states that a hit had not loaded.
     "supports_divergent_local_hybrid_hits",
 )
 """The attributes that vLLM's base class for connectors must have."""
@@ -83,7 +83,7 @@ def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
 
 
 def is_needed_for_hits(group: KVCacheGroupSpec) -> bool:
-    """Return whether vLLM needs this group's blocks for a prefix hit."""
+    """Return whether vLLM needs blocks of a group for a prefix hit."""
     return bool(getattr(group.kv_cache_spec, "prefix_cacheable", True))
 
 

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def transfer_config(settings: Mapping[str, object]) -> dict[str, object]:
-    """Return the `kv_transfer_config` that makes vLLM use kvoffload with these settings."""
+    """Return the `kv_transfer_config` with which vLLM uses kvoffload and the given settings."""
     return {
         "kv_connector": NAME,
         "kv_role": "kv_both",

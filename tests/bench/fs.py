@@ -69,7 +69,7 @@ class Size:
         if name == OURS:
             return {"kv_transfer_config": kv_transfer("KVOffloadConnector", host_bytes=host, **disk)}
         tier: dict[str, object] | None = None
-        if name == TIER:  # it writes every block, as the `fs` tier does, so it needs more space
+        if name == TIER:  # `KVOffloadTier` writes every block, as the `fs` tier does, and needs more space
             tier = {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier"}
             tier |= {**disk, "disk_bytes": 4 * host}
         return {"kv_transfer_config": fs_peer.kv_transfer(host, folder, tier)}

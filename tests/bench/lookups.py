@@ -17,7 +17,7 @@ from kvoffload.model.ids import BlockKey, RequestId, SlotId
 from tests.bench.engineless import BLOCK_TOKENS, Engineless, fresh_keys
 from tests.bench.lines import Line, line, ratios
 
-_PROMPTS = 32  # before a prompt returns, the others push its keys out of the processor's caches
+_PROMPTS = 32  # so many that a prompt's keys have left the processor's caches when the prompt returns
 _WARM_UP = 5
 
 

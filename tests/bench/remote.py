@@ -24,7 +24,7 @@ from tests.bench.remote_rig import REGIONS, BucketClient, MooncakeClient, TierWa
 from tests.bench.results import add_output_arguments, give_out
 
 _GOAL, _GOAL_FROM_KIB = 0.7, 1024
-# The memory of a Mooncake node, as a multiple of the bytes of a repeat, and its minimum in bytes.
+# A Mooncake node's memory, as a multiple of the bytes of a repeat, and the least memory in bytes.
 _SPACE, _LEAST_SPACE = 4, 2**28
 
 

@@ -136,14 +136,14 @@ def _problems(offload: SchedulerSide) -> Iterator[str]:
         if slots and state not in _AT_REST:
             yield f"{slots} slots of the {tier} are still {state}"
     for (tier, direction, state), jobs in gauges.get("kvoffload_open_jobs", {}).items():
-        if jobs and state != "abandoned":  # other metrics count abandoned jobs
+        if jobs and state != "abandoned":  # abandoned jobs have their own metrics
             yield f"{jobs} {direction} jobs of the {tier} are still {state}"
 
 
 def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:
     try:
         return Engine(config, plugin)
-    except (MemoryError, RuntimeError) as error:  # a lack of memory raises one of them in torch
+    except (MemoryError, RuntimeError) as error:  # torch raises either error if memory runs out
         reason = str(error).partition("\n")[0] or "out of memory"
         raise CommandError(f"an engine on --device {config.device} cannot be made: {reason}") from error
 

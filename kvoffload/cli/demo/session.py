@@ -161,7 +161,7 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
     clock = asyncio.get_running_loop().time
     deadline = clock() + _TIMEOUT_S
     while True:
-        # The process id is the prompt's seed, so that a lower tier does not have the prompt's blocks from a run before.
+        # The process id is the prompt's seed, so that a lower tier has no blocks of the prompt from an earlier run.
         await warm_up(engine, options.first_tokens, os.getpid())
         states = {tier_state(offload, tier) for tier in (Tier.DISK, Tier.REMOTE)}
         is_open = states <= {TierState.OPEN, None}
