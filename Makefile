@@ -36,7 +36,7 @@ ON_SGLANG = PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(SGLANG)
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic sharing-ranks vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env sglang-env kernel-env tools clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env sglang-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -99,9 +99,6 @@ disk-traffic: $(VENV)/wheel/ready vllm-env  ## mix traffic on vLLMs with a disk,
 
 store-traffic: $(VENV)/wheel/ready vllm-env  ## mix traffic on two vLLMs that share a store (long)
 	$(AGAINST_WHEEL) $(VLLM) -m tests.vllm.store_traffic $(ARGS)
-
-sharing-ranks: $(VENV)/wheel/ready vllm-env  ## share a store between vLLMs of two ranks each (long)
-	$(AGAINST_WHEEL) $(VLLM) -m pytest -m vllm tests/vllm/sharing_ranks.py $(ARGS)
 
 vllm-versions: $(VENV)/wheel/ready vllm-env kernel-env  ## run a smaller suite on several versions of vLLM
 	$(VERSIONS) $(VERSIONS_ARGS)

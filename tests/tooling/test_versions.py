@@ -4,7 +4,7 @@ import re
 
 from tests.tooling.scripts import ROOT
 from tests.vllm.versions import matrix
-from tests.vllm.versions.test_small_suite import SCENES
+from tests.vllm.versions.test_each_version import SCENES
 
 README = (ROOT / "plugins" / "kvoffload_vllm" / "README.md").read_text(encoding="utf-8")
 SEVERAL_GROUPS = "all these, hybrid model", "all these, recurrent layers (LFM2)"

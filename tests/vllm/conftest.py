@@ -49,3 +49,9 @@ def mooncake(tmp_path: Path) -> Iterator[Mooncake]:
     server = Mooncake(folder)
     yield server
     server.close()
+
+
+@pytest.fixture(params=["mooncake", "bucket"])
+def url(request: pytest.FixtureRequest) -> str:
+    """Run the test with each kind of remote tier; return its URL."""
+    return str(request.getfixturevalue(request.param).url)

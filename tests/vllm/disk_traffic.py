@@ -11,21 +11,23 @@ problem.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import random
-import subprocess
 import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from tests.vllm.engine_rig import Asked, Reported, check_same, plain
 from tests.vllm.stock import checkpoints, engines
-from tests.vllm.test_disk import KINDS, Life, living
+from tests.vllm.tiers_rig import KINDS, LOAD, Life, living
 
 DEVICE_BLOCKS: Mapping[checkpoints.Kind, int] = {"qwen3": 16, "gemma3": 32, "lfm2": 32}
 """The device has enough blocks for the longest request and a few others."""
@@ -101,12 +103,9 @@ class Traffic:
         with patch.dict("os.environ", environment), living(self.kind, self.folder, **options) as life:
             self.counts["restored"] += life.restored
             yield life
-            life.rig.finish()
             assert life.disk.is_open
-            life.rig.check_scheduler_clean()
-            if self.ranks == 1:
-                life.rig.check_clean()
-            self.counts["fetched"] += life.fetched()
+            life.rig.check_clean()
+            self.counts["fetched"] += life.copied(LOAD)
             self.counts["on disk"] = life.on_disk()
 
     def play(self, life: Life, turns: Sequence[Turn], *, reset_at: int | None = None) -> None:
@@ -167,14 +166,14 @@ def run(traffic: Traffic) -> None:
     with traffic.life() as life:
         kept = life.restored
         traffic.play(life, traffic.later_turns())
-        assert life.fetched() > 0
+        assert life.copied(LOAD) > 0
     with traffic.life() as life:
         assert life.restored >= kept > 0
     with traffic.life() as life:
         assert life.restored >= kept
         later = traffic.later_turns()
         traffic.play(life, later, reset_at=len(later) // 2)
-        assert life.fetched() > 0
+        assert life.copied(LOAD) > 0
         traffic.play(life, traffic.first_turns()[: STORIES // 2])
     with traffic.life() as life:
         assert life.restored == 0  # no engine finds the blocks of an engine that was reset
@@ -185,25 +184,23 @@ def _name(turn: Turn) -> str:
     return f"c{turn[0]}t{turn[1]}"
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="mixed traffic on a disk below a stock vLLM")
     parser.add_argument("models", nargs="*", default=KINDS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     asked = parser.parse_args()
-    runs = [(kind, ranks, seed) for ranks in asked.ranks for kind in asked.models for seed in asked.seeds]
-    if len(runs) == 1:
-        _report(*runs[0])
-        return 0
-    failed = 0
-    for kind, ranks, seed in runs:
-        # Run each model in a separate process, so that its memory is freed.
-        command = [sys.executable, "-m", __spec__.name, kind, "--ranks", str(ranks), "--seeds", str(seed)]
-        failed += subprocess.run(command, check=False).returncode != 0
-    return int(failed > 0)
+    spawn = multiprocessing.get_context("spawn")
+    # Run each model in a separate process, so that its memory is freed.
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+        runs = [
+            pool.submit(_run_and_report, *each) for each in product(asked.ranks, asked.models, asked.seeds)
+        ]
+    for each in runs:
+        each.result()
 
 
-def _report(kind: checkpoints.Kind, ranks: int, seed: int) -> None:
+def _run_and_report(ranks: int, kind: checkpoints.Kind, seed: int) -> None:
     with tempfile.TemporaryDirectory(prefix="kvoffload-traffic-") as folder:
         traffic = Traffic(kind, Path(folder), ranks, seed)
         run(traffic)
@@ -215,7 +212,8 @@ def _report(kind: checkpoints.Kind, ranks: int, seed: int) -> None:
         f"{counts['restored']} blocks found at starts, {counts['fetched']} fetched, "
         f"{counts['found']:,} tokens found; log-probabilities differ by at most {traffic.error:.0e}\n"
     )
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

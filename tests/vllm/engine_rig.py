@@ -49,6 +49,9 @@ DEVICE_BLOCKS = {  # Enough blocks for any single request, but too few for all r
     "granite4": 60,
     "qwen3_next": 60,
 }
+PUBLISHING: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
+"""The option of an engine that publishes events about blocks. `Rig.published` collects them."""
+
 _PATIENCE_S = 150.0 * _SLOWER
 
 
@@ -81,6 +84,13 @@ def truth(rig: Rig, one: Asked, salt: str = "truth") -> Reported:
     """
     asked = Asked(one.prompt, one.count, salt=salt, prompt_logprobs=True)
     return rig.run({"truth": asked})["truth"]
+
+
+def truths(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
+    """Return the answers of these requests if they read no cache, and empty all caches."""
+    answers = {name: truth(rig, one) for name, one in asked.items()}
+    rig.forget()
+    return answers
 
 
 def transfer_config(host_blocks: int, **extra: Any) -> dict[str, Any]:
@@ -137,6 +147,11 @@ class Rig:
     def slots(self, state: SlotState) -> int:
         return self.side.core.state.pool.count(state)
 
+    def ready_slots(self) -> list[SlotId]:
+        """Return the host slots whose blocks can be found."""
+        pool = self.side.core.state.pool
+        return [slot for slot in map(SlotId, range(pool.capacity)) if pool.state(slot) == SlotState.READY]
+
     # -- requests -----------------------------------------------------------------------------------------------
 
     def ask(self, name: str, asked: Asked, *, lora_request: Any = None, **sampling: Any) -> None:
@@ -158,10 +173,6 @@ class Rig:
 
     def abort(self, *names: str) -> None:
         self.llm.llm_engine.abort_request(list(names))
-
-    def request(self, name: str) -> Any:
-        (found,) = [one for key, one in self.scheduler.requests.items() if key.partition("-")[0] == name]
-        return found
 
     def is_done(self, name: str) -> bool:
         return name in self.reported and self.reported[name].finished
@@ -206,31 +217,40 @@ class Rig:
         """Empty the caches of device and host. No request may be running."""
         assert self.scheduler.reset_prefix_cache(reset_connector=True)
 
-    def check_clean(self, *, degraded: bool = False) -> None:
-        """Check that no block is in use, no request is recorded, all invariants hold, and device and host
-        have equal bytes.
-        """
-        self.check_scheduler_clean(degraded=degraded)
-        assert not self.worker_connector._loading
-        self.check_bytes()
+    @contextmanager
+    def expect_preemption(self) -> Iterator[None]:
+        """Check that vLLM preempts a request during the `with` block."""
+        preempt = self.scheduler._preempt_request
+        with patch.object(self.scheduler, "_preempt_request", side_effect=preempt) as preempted:
+            yield
+        assert preempted.call_count > 0
 
-    def check_scheduler_clean(self, *, degraded: bool = False) -> None:
-        """Make the checks of `check_clean`, except for the worker's, because the worker may be in another
-        process.
+    @contextmanager
+    def published(self) -> Iterator[list[Any]]:
+        """Collect the batches of events that an engine with `PUBLISHING` publishes during the `with` block."""
+        batches: list[Any] = []
+        with patch.object(self.scheduler.kv_event_publisher, "publish", side_effect=batches.append):
+            yield batches
+
+    def check_clean(self) -> None:
+        """Check that no block is in use, no request is recorded, and all invariants hold. If the only worker is
+        in this process, also check that device and host have equal bytes.
         """
         self.finish()
         assert engines.held_blocks(self.llm) == 0
         assert audit_side(self.side) == []
         assert conservation(self.counts, drained=True) == []
-        assert (self.side.core.state.degraded is not None) == degraded
         state = self.side.core.state
+        assert state.degraded is None
         assert not state.requests.live.values()
         assert not state.requests.finishing
         assert not state.jobs.open.values()
-        ours = self.connector
-        assert not ours._tracked
+        assert not self.connector._tracked
         assert self.side.copies.answers is NO_ANSWERS
         assert not self.scheduler.requests
+        if self.llm.llm_engine.vllm_config.parallel_config.world_size == 1:
+            assert not self.worker_connector._loading
+            self.check_bytes()
 
     def check_bytes(self) -> None:
         """Check that device and host have equal bytes for every block that both have."""
@@ -368,14 +388,39 @@ def plain(kind: checkpoints.Kind, folder: Path, **options: Any) -> Iterator[Rig]
         yield Rig(llm)
 
 
-def corrupt_host(rig: Rig, position: int = 0) -> None:
-    """Overwrite the host block at `position`, in the order of slots. Only blocks that can be found count."""
-    pool, arena = rig.side.core.state.pool, rig.pump._arena
-    ready = [slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) == SlotState.READY]
-    for region in range(len(arena.layout.regions)):
-        page = arena.pages(ready[position])[region]
+def corrupt_host(rig: Rig, position: int | None = None) -> None:
+    """Overwrite the host's blocks that can be found, or only the one at `position` in the order of slots."""
+    slots = rig.ready_slots()
+    for slot in slots if position is None else [slots[position]]:
+        overwrite(rig.pump._arena, slot)
+
+
+def overwrite(arena: Any, slot: SlotId) -> None:
+    for page in arena.pages(slot):
         # these bytes are numbers near 1, and values of KV are near 0
         page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
+
+
+def check_reloads(rig: Rig, serve: Callable[[], bool], blocks: int) -> None:
+    """Check that requests get right answers from an empty cache and from the host. As a control, check that wrong
+    bytes on the host change an answer.
+
+    Args:
+        rig: the engine, with empty caches.
+        serve: serves all requests; returns whether their answers are right.
+        blocks: at least how many blocks the requests must load.
+    """
+    assert serve()
+    rig.check_clean()
+    assert rig.scheduler.reset_prefix_cache()
+    before = rig.counts
+    assert serve()
+    assert rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") >= blocks
+    rig.check_clean()
+    corrupt_host(rig)
+    assert rig.scheduler.reset_prefix_cache()
+    assert not serve()
+    rig.forget()
 
 
 def same(reported: Reported, expected: Reported) -> bool:

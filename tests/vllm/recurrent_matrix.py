@@ -1,9 +1,9 @@
 """Runs models that have recurrent layers, with every setting that affects states, and writes a table of the
 results.
 
-One engine runs per model and setting. It runs all scenes of `recurrent_rig`, and its answers are compared
-with those of an engine without prefix caching and without a connector. As a control, loaded states are
-zeroed, which must change the answers.
+One engine runs per model and setting. It runs all of `scenes.py`, and its answers are compared with those of an
+engine without prefix caching and without a connector. As a control, loaded states are zeroed, which must change
+the answers.
 
     python -m tests.vllm.recurrent_matrix [MODEL...]
 """
@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import subprocess
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 from tests.tooling.scripts import load_script
 from tests.vllm.engine_rig import Reported, plain
-from tests.vllm.recurrent_rig import BLOCK_TOKENS, SCENES, Stage, failed, reloaded, requests, stage
+from tests.vllm.scenes import BLOCK_TOKENS, SCENES, Stage, failed, reloaded, requests_for, stage
 from tests.vllm.stock import checkpoints
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -58,14 +59,18 @@ def settings(kind: checkpoints.Kind) -> Iterator[tuple[str, int, dict[str, Any],
     yield "two steps in flight", HOST, {}, {"two_steps": True}
 
 
-def rows(kind: checkpoints.Kind, folder: Path) -> Iterator[tuple[str, ...]]:
-    asked = requests(BLOCK_TOKENS[kind], SEED, 10 if kind == "qwen3_next" else 14)
+def rows(kind: checkpoints.Kind, folder: Path) -> list[list[str]]:
+    """Run a model in every setting; print and return a row for each."""
+    table = []
+    asked = requests_for(kind, SEED)
     with plain(kind, folder, num_gpu_blocks_override=512, enable_prefix_caching=False) as rig:
         expected = rig.run(asked)
     for name, host, extra, options in settings(kind):
         chosen = {"asked": asked, "expected": expected, "extra": extra, **options}
         with stage(kind, folder, host, **chosen) as on:
-            yield kind, name, *map(str, _play(on))
+            table.append([kind, name, *map(str, _play(on))])
+        sys.stderr.write(f"{' | '.join(table[-1])}\n")
+    return table
 
 
 def _play(on: Stage) -> tuple[object, ...]:
@@ -79,7 +84,7 @@ def _play(on: Stage) -> tuple[object, ...]:
         found += sum(one.cached for one in reported.values())
     loaded = on.rig.counts.minus(before).count("kvoffload_state_blocks_total", "load")
     on.rig.forget()
-    on.copier.zeroes_states = True
+    on.copier.lies = True
     zeroed = len(on.different(reloaded(on)))
     return answers, different, f"{error:.0e}", f"{found:,}", loaded, zeroed
 
@@ -118,34 +123,21 @@ def _sum(cells: Iterable[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="run models with recurrent layers in every setting")
     parser.add_argument("models", nargs="*", help="only these models; the table is not written")
-    parser.add_argument(
-        "--rows", help="one model's rows as JSON lines into this file, for the program itself"
-    )
     asked = parser.parse_args()
-    if asked.rows:
-        return _write_rows(asked.models[0], Path(asked.rows))
     table: list[list[str]] = []
-    with tempfile.TemporaryDirectory(prefix="kvoffload-recurrent-") as scratch:
-        for kind in asked.models or checkpoints.RECURRENT:
-            path = Path(scratch) / f"{kind}.jsonl"
-            # Run each model in a separate process, so that its memory is freed.
-            command = [sys.executable, "-m", __spec__.name, kind, "--rows", str(path)]
-            subprocess.run(command, cwd=ROOT, check=True)
-            table += map(json.loads, path.read_text().splitlines())
+    spawn = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory(prefix="kvoffload-recurrent-") as folder,
+        # Run each model in a separate process, so that its memory is freed.
+        ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool,
+    ):
+        for rows_of_model in pool.map(rows, asked.models or checkpoints.RECURRENT, repeat(Path(folder))):
+            table += rows_of_model
     sys.stdout.write(f"\n{render(table)}\n")
     if not asked.models:
         text: str = load_script("readme").filled(PAGE.read_text(encoding="utf-8"), "recurrent", render(table))
         PAGE.write_text(text, encoding="utf-8")
     return int(any(row[3] != "0" for row in table))
-
-
-def _write_rows(kind: checkpoints.Kind, path: Path) -> int:
-    with tempfile.TemporaryDirectory(prefix="kvoffload-recurrent-") as folder, path.open("w") as out:
-        for row in rows(kind, Path(folder)):
-            out.write(json.dumps(row) + "\n")
-            sys.stderr.write(f"{' | '.join(row)}\n")
-            sys.stderr.flush()
-    return 0
 
 
 if __name__ == "__main__":

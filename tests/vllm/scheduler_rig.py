@@ -1,14 +1,17 @@
-"""The adapter's scheduler side with vLLM's block pool, but without an engine. Tests call the hooks."""
+"""The adapter's scheduler side with vLLM's own requests and block pool, but without an engine. Tests call the hooks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from tests.vllm.adapter.stand_ins import cache_config, full, group, vllm_config
 
+BLOCK = 32
+"""The tokens of a block."""
 BLOCKS = 100
 
 
@@ -58,3 +61,40 @@ def adapter(
         yield scheduler, pool
     finally:
         scheduler.close()
+
+
+def make_request(name: str, prompt: Sequence[int], **fields: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
+
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return Request(name, list(prompt), SamplingParams(max_tokens=100), None, block_hasher=hasher, **fields)
+
+
+def table(blocks: Sequence[int]) -> Any:
+    """Return a block table in the form in which vLLM reports an allocation."""
+    return SimpleNamespace(get_block_ids=lambda: (list(blocks),))
+
+
+def step_output(
+    request: Any, tokens: int, *, is_new: bool = False, is_preempted: bool = False, new_blocks: Any = None
+) -> Any:
+    """Return a step in which this request is the only one: newly scheduled, going on, or preempted. If it is None,
+    the step has no request.
+    """
+    names = [] if request is None else [request.request_id]
+    runs = [] if is_preempted else names
+    old = [] if is_new else runs
+    return SimpleNamespace(
+        preempted_req_ids=set(names) if is_preempted else set(),
+        num_scheduled_tokens=dict.fromkeys(runs, tokens),
+        total_num_scheduled_tokens=tokens,
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=old, new_block_ids=[new_blocks] * len(old), resumed_req_ids=set()
+        ),
+        scheduled_new_reqs=[SimpleNamespace(req_id=name) for name in runs] if is_new else [],
+        kv_cache_block_copies=(),
+    )

@@ -19,11 +19,9 @@ from unittest.mock import patch
 from kvoffload.model.wire import Direction
 from kvoffload.remote.local import LocalBucket, LocalMooncake
 from tests.vllm.disk_traffic import conversations
-from tests.vllm.engine_rig import Asked, check_same
-from tests.vllm.sharing_rig import Apart, apart
+from tests.vllm.engine_rig import Asked, Reported, check_same
 from tests.vllm.stock import checkpoints
-from tests.vllm.test_disk import KINDS
-from tests.vllm.test_remote import Answers, start, stop
+from tests.vllm.tiers_rig import KINDS, Apart, apart, start, stop
 
 ROUNDS = 240
 RESETS_AT, KILLED_AT, RESTARTS_AT = 60, 120, 180
@@ -35,7 +33,7 @@ class Traffic:
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         self.turns = {f"c{turn[0]}t{turn[1]}": asked for turn, asked in conversations(seed, 16).items()}
-        self.expected: Answers = {}
+        self.expected: dict[str, Reported] = {}
         self.compared = self.aborted = 0
 
     def serve(
@@ -88,13 +86,13 @@ def run(kind: checkpoints.Kind, store: str, folder: Path, seed: int) -> str:
                 second.do("start", model, folder, server.url, 1, kind)
             elif number == RESTARTS_AT:
                 loaded.append(first.do("copied", Direction.LOAD))
-                stop([first])
+                stop(first)
                 first.do("start", model, folder, server.url, 1, kind)
             else:
                 traffic.serve(both)
         loaded += [engine.do("copied", Direction.LOAD) for engine in both]
         assert all(loaded), loaded
-        stop(both)
+        stop(*both)
     server.close()
     return (
         f"{kind} on {store}, seed {seed}: {traffic.compared} answers compared, {traffic.aborted} requests aborted; blocks from "

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -93,13 +92,11 @@ def test_many_concurrent_requests_get_the_expected_answers(
     rig, expected, host = scene
     rig.forget()
     before = rig.counts
-    preempt = rig.scheduler._preempt_request
-    with patch.object(rig.scheduler, "_preempt_request", side_effect=preempt) as preempted:
+    with rig.expect_preemption():
         for _ in range(2):
             reported = rig.run(REQUESTS)
             assert len(reported) == len(REQUESTS) > 40
             check_same(reported, expected)
-    assert preempted.call_count > 0
     gained = rig.counts.minus(before)
     if host > 100:
         assert gained.count("kvoffload_load_blocks_total", "loaded") > 50
@@ -116,7 +113,7 @@ def test_aborts_at_random_steps(scene: tuple[Rig, dict[str, Reported], int]) -> 
     def abort(_: int) -> None:
         if random_.random() < 0.3:
             name = random_.choice(names)
-            if not (name in rig.reported and rig.reported[name].finished):
+            if not rig.is_done(name):
                 aborted.add(name)
                 rig.abort(name)
 
@@ -180,8 +177,10 @@ def test_requests_with_prompt_logprobs_read_no_cache(scene: tuple[Rig, dict[str,
     """A request with prompt log-probabilities reads no cache, but its blocks are stored."""
     rig, expected, _ = scene
     mixed = {**SCORED, **dict(list(REQUESTS.items())[:10])}
+    before = rig.counts
     reported = rig.run(mixed)
     check_same(reported, expected)
+    assert rig.counts.minus(before).count("kvoffload_miss_blocks_total", "opted_out") >= len(SCORED)
     assert all(len(reported[name].prompt_logprobs) == len(one.prompt) - 1 for name, one in SCORED.items())
     assert all(reported[name].cached == 0 for name in SCORED)
     rig.check_clean()

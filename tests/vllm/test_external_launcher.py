@@ -1,41 +1,51 @@
-"""Starts two ranks of a stock vLLM with torchrun. Both are refused, because each has its own scheduler."""
+"""Tests that ranks that torchrun starts are refused, because each has its own scheduler.
+
+    torchrun --nproc-per-node 2 -m tests.vllm.test_external_launcher CHECKPOINT FOLDER
+
+Each rank writes to `FOLDER/RANK` that its engine started, or why it did not.
+"""
 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tests.vllm.engine_rig import MARKS
+from kvoffload.model.errors import ConfigError
+from tests.vllm.engine_rig import MARKS, transfer_config
+from tests.vllm.programs import run_module
 from tests.vllm.stock import checkpoints, engines
-
-if TYPE_CHECKING:
-    import pytest
 
 pytestmark = MARKS
 
 
-def test_each_rank_is_refused_with_one_error(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_each_rank_is_refused_with_one_error(folder: Path, tmp_path: Path) -> None:
     # Regression: such an engine started and allocated host memory but never used it, because a rank's
     # scheduler received reports only from its own worker.
-    checkpoint = checkpoints.make("qwen3", tmp_path_factory.getbasetemp() / "checkpoints" / "qwen3")
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, "-m", "tests.vllm.externally_launched", str(checkpoint), str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        env={**os.environ, **engines.TWO_WORKERS["environment"], "PYTHONPATH": path},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
+    checkpoint = checkpoints.make("qwen3", folder / "qwen3")
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = engines.TWO_WORKERS["environment"]
+    run_module(__name__, checkpoint, tmp_path, launcher=launcher, environment=environment)
     for rank in ("0", "1"):
         reported = (tmp_path / rank).read_text()
         assert "distributed_executor_backend is 'external_launcher' with 2 ranks" in reported
         assert "start with mp or ray" in reported
+
+
+def main(checkpoint: Path, folder: Path) -> None:
+    reported = "it started"
+    try:
+        with engines.in_process(
+            checkpoint,
+            tensor_parallel_size=2,
+            distributed_executor_backend="external_launcher",
+            kv_transfer_config=transfer_config(64),
+        ):
+            pass
+    except ConfigError as error:
+        reported = str(error)
+    (folder / os.environ["RANK"]).write_text(reported)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

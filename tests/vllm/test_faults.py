@@ -1,7 +1,5 @@
-"""Faults on a stock vLLM that other files do not test: late errors, forks, new weights, and wrong reference
+"""Faults on a stock vLLM that other files do not test: forks, a dead event loop, new weights, and wrong reference
 counts.
-
-`test_refused_memory.py` tests refused host memory, and `test_deaths.py` tests processes that end.
 """
 
 from __future__ import annotations
@@ -12,11 +10,11 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvoffload.core.machine import SlotState
 from tests.core.audit import audit_side
 from tests.vllm.engine_rig import (
     MARKS,
@@ -29,38 +27,16 @@ from tests.vllm.engine_rig import (
     start_loading,
     truth,
 )
-from tests.vllm.stock import engines
 
 pytestmark = MARKS
 
-TIMEOUT_S = 30
-
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
+def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hands]:
     held = Held()
     journal = {"journal_path": str(tmp_path_factory.mktemp("journal") / "journal")}
-    folder = tmp_path_factory.getbasetemp() / "checkpoints"
     with offloading("qwen3", folder, held=held, extra=journal) as rig:
         yield rig, held
-
-
-def test_an_error_after_a_load_was_abandoned_only_releases_its_device_blocks(hands: Hands) -> None:
-    rig, held = hands
-    asked = Asked(prompt(1), 6)
-    expected = truth(rig, asked)
-    load = start_loading(hands, asked)
-    held.copier._held = False
-    held.clock.jump(TIMEOUT_S + 1)
-    rig.until(partial(rig.is_done, "a"))
-    rig.finish()
-    assert engines.held_blocks(rig.llm) > 0
-    quarantined = rig.slots(SlotState.QUARANTINED)
-    load.fail()
-    rig.run({"b": Asked(prompt(2), 3)})
-    assert engines.held_blocks(rig.llm) == 0
-    assert rig.slots(SlotState.QUARANTINED) == quarantined > 0
-    assert same(rig.reported["a"], expected)
 
 
 def test_leases_are_compared_with_vllms_reference_counts(hands: Hands) -> None:

@@ -20,11 +20,10 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import NOTHING, JobReport, TransferReport
 from tests.vllm.engine_rig import MARKS
-from tests.vllm.scheduler_rig import BLOCKS, adapter
+from tests.vllm.scheduler_rig import BLOCK, BLOCKS, adapter, make_request, step_output, table
 
 pytestmark = MARKS
 
-BLOCK = 32
 WHOLE = 8
 """A prompt has this many whole blocks, and ends with a part of another block."""
 PROMPT = WHOLE * BLOCK + 8
@@ -76,17 +75,17 @@ class Life:
     def live(self, seed: int) -> None:
         """Serve one request: look it up, load the hit, compute the rest, store blocks, and end the request."""
         connector, calls, name = self.connector, self.calls, f"r{next(self.numbers)}"
-        request = make_request(name, seed)
+        request = make_request(name, [seed] * PROMPT)
         calls.of("seen", connector.on_new_request, request)
         found, _ = calls.of("lookup", connector.get_num_new_matched_tokens, request, 0)
         blocks = self.pool.get_new_blocks(WHOLE + 1)
-        table = SimpleNamespace(get_block_ids=lambda: ([block.block_id for block in blocks],))
-        calls.of("allocated", connector.update_state_after_alloc, request, table, found)
+        placed = table([block.block_id for block in blocks])
+        calls.of("allocated", connector.update_state_after_alloc, request, placed, found)
         if found:
             request.num_computed_tokens = found
             self.pool.cache_full_blocks(request, blocks, 0, WHOLE, BLOCK, 0)
             self.report(self.step())
-            calls.of("allocated", connector.update_state_after_alloc, request, table, 0)
+            calls.of("allocated", connector.update_state_after_alloc, request, placed, 0)
         self.report(self.step(request, PROMPT - found, is_new=True))
         request.num_computed_tokens = PROMPT
         request.append_output_token_ids(1)
@@ -115,32 +114,6 @@ class Life:
         self.calls.of("report", self.connector.update_connector_output, output)
 
 
-def make_request(name: str, seed: int) -> Any:
-    from vllm import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-    from vllm.v1.request import Request
-
-    init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
-    return Request(name, [seed] * PROMPT, SamplingParams(max_tokens=9), None, block_hasher=hasher)
-
-
-def step_output(request: Any, tokens: int, *, is_new: bool) -> Any:
-    name = None if request is None else request.request_id
-    old = name is not None and not is_new
-    return SimpleNamespace(
-        preempted_req_ids=set(),
-        num_scheduled_tokens={} if name is None else {name: tokens},
-        total_num_scheduled_tokens=tokens,
-        scheduled_cached_reqs=SimpleNamespace(
-            req_ids=[name] * old, new_block_ids=[None] * old, resumed_req_ids=set()
-        ),
-        scheduled_new_reqs=[SimpleNamespace(req_id=name)] if is_new else [],
-        kv_cache_block_copies=(),
-    )
-
-
 @pytest.fixture(scope="module")
 def found() -> Iterator[dict[str, float]]:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -152,7 +125,7 @@ def found() -> Iterator[dict[str, float]]:
         connector.__dict__.update(vars(scheduler), _role=KVConnectorRole.SCHEDULER)
         scheduler.offload.reported([TransferReport(Rank(0), (), BLOCKS)])
         warm, fresh, back, idle = (Life(connector, pool, Calls()) for _ in range(4))
-        keep = make_request("keep", 0)  # with this open request, the engine is never idle
+        keep = make_request("keep", [0] * PROMPT)  # with this open request, the engine is never idle
         connector.on_new_request(keep)
         for seed in (*range(1, 20), 19):  # the last prompt is the same as the one before
             warm.live(seed)

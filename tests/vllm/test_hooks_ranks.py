@@ -99,23 +99,23 @@ def ranks_reported(output: Any) -> list[int]:
 
 
 @pytest.mark.parametrize("outcomes", list(itertools.product(CopyOutcome, repeat=2)), ids=str)
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("steps", [[{0}, {1}], [{1}, {0}], [{0, 1}]], ids=str)
 def test_a_request_resumes_when_the_last_rank_has_ended_its_copy(
-    outcomes: Sequence[CopyOutcome], order: Sequence[int]
+    outcomes: Sequence[CopyOutcome], steps: Sequence[set[int]]
 ) -> None:
+    """In each step, the copies of some ranks end. The core learns of each rank at once."""
     workers = Workers()
     assert workers.step(**load()).finished_recving is None
-    first, last = order
-    workers.copies[first].end(outcomes[first])
-    halfway = workers.step()
-    assert halfway.finished_recving is None
-    assert not halfway.failed_recving
-    assert ranks_reported(halfway) == [first], "the core hears of each rank at once"
-    workers.copies[last].end(outcomes[last])
-    end = workers.step()
-    assert end.finished_recving == {REQUEST}
-    assert bool(end.failed_recving) == (tuple(outcomes) != (CopyOutcome.DONE, CopyOutcome.DONE))
-    assert ranks_reported(end) == [last]
+    for ended in steps:
+        for rank in ended:
+            workers.copies[rank].end(outcomes[rank])
+        output = workers.step()
+        assert ranks_reported(output) == sorted(ended)
+        if ended is not steps[-1]:
+            assert output.finished_recving is None
+            assert not output.failed_recving
+    assert output.finished_recving == {REQUEST}
+    assert bool(output.failed_recving) == (tuple(outcomes) != (CopyOutcome.DONE, CopyOutcome.DONE))
     after = workers.step()
     assert after.finished_recving is None
     assert ranks_reported(after) == []
@@ -124,13 +124,10 @@ def test_a_request_resumes_when_the_last_rank_has_ended_its_copy(
 def test_reports_that_were_not_taken_are_merged_with_later_ones() -> None:
     from kvoffload_vllm.worker import VllmWorker
 
+    stored = [JobReport(JobId(job), Direction.STORE, CopyOutcome.DONE, 0, 0.0, 0.0) for job in (1, 2)]
     reported = [
-        TransferReport(
-            Rank(0), (JobReport(JobId(1), Direction.STORE, CopyOutcome.DONE, 0, 0.0, 0.0),), 4, 0.5
-        ),
-        TransferReport(
-            Rank(0), (JobReport(JobId(2), Direction.STORE, CopyOutcome.DONE, 0, 0.0, 0.0),), 8, 0.75
-        ),
+        TransferReport(Rank(0), (stored[0],), 4, 0.5),
+        TransferReport(Rank(0), (stored[1],), 8, 0.75),
     ]
     copies = Copies(0)
     copies.take_report = lambda: reported.pop(0) if reported else None  # type: ignore[method-assign]
@@ -193,16 +190,6 @@ def worker_with_disk(root: Path) -> tuple[VllmWorker, DiskPlace]:
     identity: Future[KVIdentity] = Future()
     worker = VllmWorker(Copies(0), lambda: None, lambda _: (), identity)  # type: ignore[arg-type]
     return worker, DiskPlace(root, identity.result)
-
-
-def test_ranks_that_end_in_the_same_step_are_both_reported() -> None:
-    workers = Workers()
-    workers.step(**load())
-    for one in workers.copies:
-        one.end(CopyOutcome.DONE)
-    end = workers.step()
-    assert end.finished_recving == {REQUEST}
-    assert ranks_reported(end) == [0, 1]
 
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,)])

@@ -8,36 +8,24 @@ change the tokens.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
-from unittest.mock import patch
 
 import pytest
 
 from kvoffload.model.ids import SlotId
-from tests.conservation import conservation
-from tests.core.audit import audit_side
-from tests.vllm.engine_rig import (
-    MARKS,
-    Asked,
-    Reported,
-    Rig,
-    check_same,
-    offloading,
-    plain,
-    same,
-)
-from tests.vllm.stock import checkpoints, engines
+from tests.vllm.engine_rig import MARKS, offloading, overwrite, plain
+from tests.vllm.scenes import Scene, Stage, aborted, preempted, reloaded, requests_for
+from tests.vllm.stock import checkpoints
 
 pytestmark = MARKS
 
 Result = TypeVar("Result")
 
 MAX_MODEL_LEN = 384
-DEVICE_BLOCKS = 44  # too few blocks for all requests together
 
 
 @dataclass(frozen=True)
@@ -67,26 +55,11 @@ class Shape:
 SHAPES = (Shape((4, 2), 2, (2, 1)), Shape((8,), 2, (2,), "lfm2"))
 
 
-def _requests() -> dict[str, Asked]:
-    draw = random.Random(7)
-    stem = [draw.randrange(256) for _ in range(160)]
-    asked = {}
-    for number in range(8):
-        tail = [draw.randrange(256) for _ in range(draw.randrange(20, 100))]
-        asked[f"r{number}"] = Asked(tuple(stem[: 32 * (number % 6)] + tail), 16)
-    return asked
-
-
-REQUESTS = _requests()
-
-
-class Ranks:
+@dataclass
+class Ranks(Stage):
     """An engine with several ranks, and the answers of an engine with one rank."""
 
-    def __init__(self, rig: Rig, shape: Shape, expected: Mapping[str, Reported]) -> None:
-        self.rig = rig
-        self.shape = shape
-        self.expected = expected
+    shape: Shape = SHAPES[0]
 
     def ask_each(self, question: Callable[[Any], Result]) -> list[Result]:
         """Call a function with each rank's worker, in the worker's process. Return the results in the order
@@ -95,23 +68,9 @@ class Ranks:
         found: list[Result] = self.rig.core.model_executor.collective_rpc(question)
         return found
 
-    def put_on_host(self) -> None:
-        """Store the blocks of all requests on the host, and empty the device's cache."""
-        self.rig.forget()
-        check_same(self.rig.run(REQUESTS), self.expected)
-        assert self.rig.scheduler.reset_prefix_cache()
-
     def check_clean(self) -> None:
         """Check that no block is in use, no request is recorded, and no rank waits for a load."""
-        self.rig.finish()
-        side = self.rig.side
-        assert engines.held_blocks(self.rig.llm) == 0
-        assert audit_side(side) == []
-        assert conservation(self.rig.counts, drained=True) == []
-        state = side.core.state
-        assert state.degraded is None
-        assert not state.jobs.open.values()
-        assert not state.requests.live.values()
+        self.rig.check_clean()
         assert self.ask_each(open_loads) == [0] * len(self.shape.layers) * self.shape.ranks
 
 
@@ -119,20 +78,15 @@ def open_loads(_: Any) -> int:
     return len(_our_worker()._loading)
 
 
-def pages_of_a_block(_: Any) -> list[int]:
-    arena = _our_worker().offload.pump._arena
-    return [region.page_bytes for region in arena.layout.regions]
+def pages_of_a_block(_: Any) -> int:
+    return len(_our_worker().offload.pump._arena.layout.regions)
 
 
 def corrupt(worker: Any, rank: int) -> None:
-    """Overwrite the host memory of one rank with numbers near 1. The values of KV are near 0."""
-    if worker.vllm_config.parallel_config.rank != rank:
-        return
-    arena = _our_worker().offload.pump._arena
-    for slot in range(arena.ready_slots):
-        for region in range(len(arena.layout.regions)):
-            page = arena.pages(SlotId(slot))[region]
-            page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
+    if worker.vllm_config.parallel_config.rank == rank:
+        arena = _our_worker().offload.pump._arena
+        for slot in range(arena.ready_slots):
+            overwrite(arena, SlotId(slot))
 
 
 def _our_worker() -> Any:
@@ -142,16 +96,16 @@ def _our_worker() -> Any:
 
 
 @pytest.fixture(scope="module", params=SHAPES, ids=str)
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def ranks(request: pytest.FixtureRequest, folder: Path) -> Iterator[Ranks]:
     shape: Shape = request.param
-    folder = tmp_path_factory.getbasetemp() / "checkpoints"
+    asked = requests_for(shape.kind)
     with plain(shape.kind, folder, num_gpu_blocks_override=512, max_model_len=MAX_MODEL_LEN) as rig:
-        expected = rig.run(REQUESTS)
+        expected = rig.run(asked)
     spread: dict[str, Any] = {
         "pipeline_parallel_size": len(shape.layers),
         "tensor_parallel_size": shape.ranks,
         "distributed_executor_backend": "mp",
-        "num_gpu_blocks_override": DEVICE_BLOCKS,
+        "num_gpu_blocks_override": 44,  # too few blocks for all requests together
         "max_model_len": MAX_MODEL_LEN,
     }
     with pytest.MonkeyPatch.context() as patched:
@@ -159,49 +113,29 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         cores = [str(rank % 2) for rank in range(len(shape.layers) * shape.ranks)]
         patched.setenv("VLLM_CPU_OMP_THREADS_BIND", "|".join(cores))
         with offloading(shape.kind, folder, 512, **spread) as rig:
-            yield Ranks(rig, shape, expected)
+            yield Ranks(shape.kind, rig, asked, expected, shape=shape)
 
 
 def test_each_rank_stores_the_layers_of_its_stage(ranks: Ranks) -> None:
     shape = ranks.shape
     found = ranks.ask_each(pages_of_a_block)
-    assert [len(pages) for pages in found] == [n for n in shape.pages for _ in range(shape.ranks)]
+    assert found == [pages for pages in shape.pages for _ in range(shape.ranks)]
     assert ranks.rig.side.core.state.shape.ranks == len(found)
 
 
-def test_answers_from_the_host_equal_those_without_offloading(ranks: Ranks) -> None:
-    """The device has room for only a few requests. With attention models, vLLM therefore also preempts
-    requests.
-    """
-    ranks.put_on_host()
-    before, scheduler = ranks.rig.counts, ranks.rig.scheduler
-    with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as preempted:
-        check_same(ranks.rig.run(REQUESTS), ranks.expected)
-    # A request of LFM2 always needs two state blocks per group, so all its requests fit.
-    assert preempted.call_count > 0 or ranks.shape.kind == "lfm2"
+@pytest.mark.parametrize("scene", [reloaded, preempted, aborted], ids=lambda scene: scene.__name__)
+def test_answers_from_the_host_equal_those_without_offloading(ranks: Ranks, scene: Scene) -> None:
+    if scene is preempted and ranks.kind == "lfm2":
+        pytest.skip("a request of LFM2 always needs two state blocks per group, so all requests fit")
+    before = ranks.rig.counts
+    assert not ranks.different(scene(ranks))
     ranks.check_clean()
     assert ranks.rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") > 0
-
-
-def test_requests_can_be_aborted_while_they_load(ranks: Ranks) -> None:
-    ranks.put_on_host()
-    for name, asked in REQUESTS.items():
-        ranks.rig.ask(name, asked)
-    ranks.rig.reported.clear()
-    ranks.rig.step()
-    ranks.rig.abort("r1", "r4")
-    for _ in range(4):
-        ranks.rig.step()
-    ranks.rig.abort("r2", "r5")
-    ranks.check_clean()
-    gone = {"r1", "r2", "r4", "r5"}
-    check_same({name: one for name, one in ranks.rig.reported.items() if name not in gone}, ranks.expected)
 
 
 def test_wrong_bytes_on_any_rank_are_noticed(ranks: Ranks) -> None:
     for rank in range(len(ranks.shape.layers) * ranks.shape.ranks):
         ranks.put_on_host()
         ranks.ask_each(partial(corrupt, rank=rank))
-        reported = ranks.rig.run(REQUESTS)
-        assert not all(same(one, ranks.expected[name]) for name, one in reported.items()), rank
+        assert ranks.different(ranks.rig.run(ranks.requests)), rank
         ranks.rig.finish()

@@ -6,23 +6,25 @@ One engine starts per model. `recurrent_matrix.py` runs the same scenes longer a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from tests.vllm.engine_rig import MARKS, Reported
-from tests.vllm.recurrent_rig import (
+from kvoffload.core.planners import LazyPlanner
+from tests.vllm.engine_rig import MARKS, PUBLISHING, Asked
+from tests.vllm.scenes import (
     BLOCK_TOKENS,
     SCENES,
     SHARED_BLOCKS,
+    Scene,
     Stage,
-    boundaries,
-    chunks,
     failed,
     found_one_by_one,
-    lazily,
     reloaded,
     shared_prefix,
     stage,
@@ -47,12 +49,8 @@ SPARSE = [kind for kind in MODELS if "prefix_cache_retention_interval" not in OP
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    from vllm.config import KVEventsConfig
-
-    folder = tmp_path_factory.getbasetemp() / "checkpoints"
-    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    with stage(request.param, folder, kv_events_config=events, **OPTIONS[request.param]) as made:
+def on(request: pytest.FixtureRequest, folder: Path) -> Iterator[Stage]:
+    with stage(request.param, folder, **PUBLISHING, **OPTIONS[request.param]) as made:
         yield made
 
 
@@ -60,14 +58,12 @@ def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory)
 def clean(on: Stage) -> Iterator[None]:
     on.rig.forget()
     yield
-    on.copier.fails = on.copier.zeroes_states = False
+    on.copier.fails = on.copier.lies = False
     on.rig.check_clean()
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_answers_equal_those_without_any_cache(
-    on: Stage, scene: Callable[[Stage], dict[str, Reported]]
-) -> None:
+def test_answers_equal_those_without_any_cache(on: Stage, scene: Scene) -> None:
     before = on.rig.counts
     answers = scene(on)
     assert not on.different(answers)
@@ -77,13 +73,8 @@ def test_answers_equal_those_without_any_cache(
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_a_state_of_zeros_is_noticed(on: Stage, scene: Callable[[Stage], dict[str, Reported]]) -> None:
-    on.copier.zeroes_states = True
-    answers = scene(on)
-    assert on.different(answers)
-    on.copier.zeroes_states = False
-    on.rig.finish()
-    on.rig.forget()  # removes blocks that were computed from zeroed states
+def test_a_state_of_zeros_is_noticed(on: Stage, scene: Scene) -> None:
+    on.check_that_lies_are_noticed(scene)
 
 
 def test_the_comparison_detects_a_state_stored_before_its_forward_pass(on: Stage) -> None:
@@ -123,6 +114,14 @@ def test_a_shared_prefix_is_found_from_the_third_request_on(on: Stage) -> None:
     assert gained.count("kvoffload_miss_blocks_total", "no_state") == asked
 
 
+@contextmanager
+def boundaries(on: Stage, *, are_on: bool) -> Iterator[None]:
+    state = on.rig.side.core.state
+    before, state.policy = state.policy, dataclasses.replace(state.policy, prefix_boundaries=are_on)
+    yield
+    state.policy = before
+
+
 @pytest.mark.parametrize("on", SPARSE, indirect=True)
 def test_without_boundary_a_shared_prefix_is_never_found(on: Stage) -> None:
     before = on.rig.counts
@@ -149,13 +148,30 @@ def test_a_boundary_costs_one_chunk_for_a_shared_prefix_and_nothing_otherwise(on
     assert costs[True] == [first, alone_cost, second + more]
 
 
+def chunks(on: Stage, asked: Asked) -> int:
+    """Return in how many steps the engine computes a request's prompt."""
+    sizes: list[int] = []
+    schedule = on.rig.scheduler.schedule
+
+    def scheduling(*words: object) -> Any:
+        output = schedule(*words)
+        sizes.extend(tokens for tokens in output.num_scheduled_tokens.values() if tokens > 1)
+        return output
+
+    with patch.object(on.rig.scheduler, "schedule", scheduling):
+        on.rig.run({"chunks": asked})
+    return len(sizes)
+
+
 @pytest.mark.parametrize("on", MODELS[:1], indirect=True)  # the other recurrent layers are slow on a CPU
 def test_the_lazy_policy_also_stores_states(on: Stage) -> None:
-    before = on.rig.counts
-    with lazily(on):
-        assert not on.different(reloaded(on))
-        prefix = SHARED_BLOCKS * BLOCK_TOKENS[on.kind]
-        assert found_one_by_one(on, shared_prefix(on, 4, seed=15)) == [0, 0, prefix, prefix]
+    before, core = on.rig.counts, on.rig.side.core
+    eager, core._planner = core._planner, LazyPlanner(core.state, core.stores)
+    assert not on.different(reloaded(on))
+    prefix = SHARED_BLOCKS * BLOCK_TOKENS[on.kind]
+    assert found_one_by_one(on, shared_prefix(on, 4, seed=15)) == [0, 0, prefix, prefix]
+    on.rig.finish()
+    core._planner = eager
     gained = on.rig.counts.minus(before)
     assert gained.count("kvoffload_state_blocks_total", "store") > 0
 
@@ -164,8 +180,7 @@ def test_events_name_the_kind_of_each_group(on: Stage) -> None:
     """Without the kind, a router could mistake a state for a block of attention."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    batches: list[Any] = []
-    with patch.object(on.rig.scheduler.kv_event_publisher, "publish", side_effect=batches.append):
+    with on.rig.published() as batches:
         on.put_on_host()
     stored = [event for batch in batches for event in batch.events if type(event).__name__ == "BlockStored"]
     specs = [group.kv_cache_spec for group in on.rig.scheduler.kv_cache_config.kv_cache_groups]

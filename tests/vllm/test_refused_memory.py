@@ -1,61 +1,104 @@
-"""Tests a stock vLLM that is refused host memory, because its process's address space is limited."""
+"""Tests a stock vLLM that is refused host memory while its arena grows.
+
+    python -m tests.vllm.test_refused_memory FOLDER
+
+runs two engines, one after the other, in a process whose address space is limited (`RLIMIT_AS`) when the arena
+begins to grow, so that the kernel refuses a chunk. The limit is removed when the engine has ended.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
-import pytest
-
-from tests.vllm.engine_rig import MARKS
-from tests.vllm.short_of_memory import GRANTED, PIECE_SLOTS, PIECES
+from kvoffload.transfer.arena import Arena
+from tests.vllm.engine_rig import (
+    MARKS,
+    SLOT_BYTES,
+    Asked,
+    Rig,
+    check_same,
+    offloading,
+    prompt,
+    truths,
+)
+from tests.vllm.programs import run_module
 
 pytestmark = MARKS
 
-
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
-    folder = tmp_path_factory.mktemp("short")
-    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.short_of_memory", str(folder)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        # Otherwise each thread reserves 64 MiB of address space.
-        env={**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "2"},
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:]
-    return done.stdout, json.loads((folder / "told.json").read_text())
+# A chunk is larger than by default, so that vLLM's own allocations are smaller than a chunk.
+CHUNK_BYTES = 256 * 2**20
+CHUNKS = 4  # the number of chunks that the arena requests
+CHUNK_SLOTS = CHUNK_BYTES // SLOT_BYTES
+GRANTED = (0, 1)  # for each engine, the number of chunks that the limit allows
+_ROOM_BYTES = CHUNK_BYTES // 2  # how much address space the limit leaves for vLLM's own allocations
 
 
-@pytest.mark.parametrize("granted", GRANTED)
-def test_an_engine_runs_with_less_host_memory_than_requested(
-    granted: int, ended: tuple[str, list[dict[str, Any]]]
-) -> None:
-    """The engine gets none or one of the four chunks that it requests."""
-    log, engines = ended
-    reported = engines[GRANTED.index(granted)]
-    assert reported["capacity"] == reported["gauge"] == granted * PIECE_SLOTS
-    for run in ("first", "again"):
-        assert [one["tokens"] for one in reported[run]] == [one["tokens"] for one in reported["truth"]]
-    from_host = [one["cached"] for one in reported["again"]]
-    assert all(from_host) if granted else not any(from_host)
-    assert (reported["loaded"] > 0) is (granted > 0)
-    assert (reported["host_full"] > 0) is (granted == 0)
-    assert reported["degraded"] is None
-    (line,) = (
-        line
-        for line in log.splitlines()
-        if f"host_memory_refused ready_slots={granted * PIECE_SLOTS} " in line
-    )
-    # Without any slot nothing is offloaded, which is an error.
-    assert ("WARNING" if granted else "ERROR") in line
-    assert f"wanted_slots={PIECES * PIECE_SLOTS} " in line
-    assert "Cannot allocate memory" in line
+def test_an_engine_runs_with_less_host_memory_than_requested(folder: Path) -> None:
+    # With fewer arenas of malloc, each of which reserves 64 MiB of address space.
+    log = run_module(__name__, folder, environment={"MALLOC_ARENA_MAX": "2"})
+    lines = [line for line in log.splitlines() if "host_memory_refused" in line]
+    for granted, line in zip(GRANTED, lines, strict=True):
+        # Without any slot nothing is offloaded, which is an error.
+        assert ("WARNING" if granted else "ERROR") in line
+        assert f" ready_slots={granted * CHUNK_SLOTS} " in line
+        assert f"wanted_slots={CHUNKS * CHUNK_SLOTS} " in line
+        assert "Cannot allocate memory" in line
+
+
+@contextmanager
+def limited(granted: int) -> Iterator[None]:
+    """During the `with` block, limit the address space when the arena begins to grow, so that the arena gets
+    `granted` chunks.
+    """
+    prepare, before = Arena.prepare, resource.getrlimit(resource.RLIMIT_AS)
+
+    async def prepare_within(arena: Arena, **settings: bool) -> None:
+        limit = address_space() + granted * CHUNK_BYTES + _ROOM_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+        await prepare(arena, **settings)
+
+    try:
+        chunks = patch.object(Arena.__init__, "__kwdefaults__", {"chunk_bytes": CHUNK_BYTES, "clock": None})
+        with chunks, patch.object(Arena, "prepare", prepare_within):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def address_space() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def check_served(rig: Rig, granted: int) -> None:
+    """Serve prompts, then serve them again with an empty device cache."""
+    asked = {f"r{length}": Asked(prompt(length, length)) for length in (300, 200, 100)}
+    rig.until(lambda: rig.pump._arena.refusal is not None)
+    expected = truths(rig, asked)
+    before = rig.counts
+    check_same(rig.run(asked), expected)
+    assert rig.scheduler.reset_prefix_cache()
+    answers = rig.run(asked)
+    check_same(answers, expected)
+    assert [bool(one.cached) for one in answers.values()] == [granted > 0] * len(asked)
+    rig.check_clean()
+    gained = rig.counts.minus(before)
+    assert (gained.count("kvoffload_load_blocks_total", "loaded") > 0) is (granted > 0)
+    assert (gained.count("kvoffload_store_blocks_total", "host_full") > 0) is (granted == 0)
+    capacity = rig.side.gauges()["kvoffload_capacity_slots"]["host",]
+    assert capacity == rig.side.core.state.pool.capacity == granted * CHUNK_SLOTS
+    assert rig.side.degraded is None
+
+
+def main(folder: Path) -> None:
+    for granted in GRANTED:
+        with limited(granted), offloading("qwen3", folder, CHUNKS * CHUNK_SLOTS) as rig:
+            check_served(rig, granted)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,76 +1,56 @@
+"""Tests that engines share blocks through a real remote tier: one after the other, concurrently, and with two ranks
+each.
+"""
+
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvoffload.model.wire import Direction
 from tests.remote.servers import Bucket, Mooncake
 from tests.vllm.engine_rig import MARKS, Asked, Reported, check_same
-from tests.vllm.sharing_rig import Apart, apart, sharing
-from tests.vllm.stock import checkpoints, engines
+from tests.vllm.stock import adapters, checkpoints
+from tests.vllm.tiers_rig import BLOCKS, CACHED, LOAD, STORE, Apart, apart, draw, living, start, stop
 
 pytestmark = MARKS
 
-BLOCKS = 6
-CACHED = BLOCKS * engines.BLOCK
-LOAD, STORE = Direction.LOAD, Direction.STORE
-_CHANCE = random.Random(3)
-
-
-def draw() -> Asked:
-    return Asked(tuple(_CHANCE.choices(range(256), k=CACHED + 9)))
-
-
-PROMPT, OF_ADAPTER = draw(), draw()
-TRAFFIC = {f"n{number}": draw() for number in range(4)}
-PROMPTS = OF_FIRST, ABORTED, BEFORE_RESET, OF_SECOND = [
-    {name: draw()} for name in ("first", "aborted", "reset", "second")
-]
+PROMPT, OF_ADAPTER = draw(3, 1), draw(4, 1)
+TRAFFIC = draw(5, 4)
+PROMPTS = OF_FIRST, ABORTED, BEFORE_RESET, OF_SECOND = [draw(seed, 1) for seed in range(6, 10)]
 Answers = dict[str, Reported]
 
 
 def test_r18_a_new_engine_finds_the_first_engines_prefix_and_no_blocks_of_adapters(
     bucket: Bucket, tmp_path: Path
 ) -> None:
+    """Both engines load an adapter from the same path, but with other bytes. vLLM's hashes know only its path."""
     from vllm.lora.request import LoRARequest
 
-    model = checkpoints.make("qwen3", tmp_path / "qwen3")
     adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))
-    checkpoints.make_adapter(tmp_path / "adapter", seed=0)
     lora: dict[str, Any] = {"enable_lora": True, "max_lora_rank": 8}
-    with sharing(model, tmp_path, bucket.url, **lora) as first:
-        expected = first.ask("n0", PROMPT)
-        assert expected.cached == 0
-        adapted = [first.ask(f"a{number}", OF_ADAPTER, lora_request=adapter) for number in range(3)]
-        assert [each.cached for each in adapted] == [0, CACHED, CACHED]
+    adapters.make(tmp_path / "adapter", seed=0)
+    with living("qwen3", tmp_path, bucket.url, **lora) as first:
+        expected = first.ask_without_device(PROMPT)
+        for cached in (0, CACHED, CACHED):
+            (answer,) = first.ask_without_device(OF_ADAPTER, lora_request=adapter).values()
+            assert answer.cached == cached
         assert first.copied(STORE) == 0  # an adapter's blocks are not stored, even if they are found again
-        first.ask("n1", PROMPT)
+        first.ask_without_device(PROMPT)
         assert first.copied(STORE) == BLOCKS
         first.rig.check_clean()
     assert (tmp_path / "kvoffload" / "weights.json").exists()
 
-    checkpoints.make_adapter(tmp_path / "adapter", seed=1)
-    with sharing(model, tmp_path, bucket.url, **lora) as second:
-        found = second.ask("n0", PROMPT)
-        check_same({"n0": found}, {"n0": expected})
-        assert (found.cached, second.copied(LOAD)) == (CACHED, BLOCKS)
-        assert second.ask("a0", OF_ADAPTER, lora_request=adapter).cached == 0
+    adapters.make(tmp_path / "adapter", seed=1)
+    with living("qwen3", tmp_path, bucket.url, **lora) as second:
+        found = second.ask_without_device(PROMPT)
+        check_same(found, expected)
+        assert ([one.cached for one in found.values()], second.copied(LOAD)) == ([CACHED], BLOCKS)
+        (other,) = second.ask_without_device(OF_ADAPTER, lora_request=adapter).values()
+        assert other.cached == 0
+        assert other.tokens != answer.tokens
         second.rig.check_clean()
-
-
-def start(both: list[Apart], *arguments: object) -> list[str]:
-    for engine in both:
-        engine.begin("start", *arguments)
-    return [engine.end() for engine in both]
-
-
-def stop(both: list[Apart]) -> None:
-    for engine in both:
-        engine.do("check")
-        engine.do("stop")
 
 
 def answers(engine: Apart, model: Path, folder: Path) -> Answers:
@@ -144,8 +124,29 @@ def test_r17_r18_concurrent_engines_share_blocks_but_not_with_other_weights(
             one, other = start(both, model, tmp_path, server.url)
             assert one == other
             share_in_turns(both, expected)
-            stop(both)
+            stop(*both)
         both[0].do("start", others, tmp_path, bucket.url)
-        found = check_not_found(both[0], OF_SECOND)
-        assert found["second"].tokens != expected["second"].tokens
-        stop(both[:1])
+        different = check_not_found(both[0], OF_SECOND)
+        assert all(different[name].tokens != expected[name].tokens for name in OF_SECOND)
+        stop(both[0])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_r18_two_ranks_share_blocks_with_two_ranks_and_not_with_one(url: str, tmp_path: Path) -> None:
+    model = checkpoints.make("qwen3", tmp_path / "qwen3")
+    with apart(2) as (first, second):
+        expected = answers(first, model, tmp_path)
+        shared = first.do("start", model, tmp_path, url, 2)
+        share(first, OF_FIRST, expected)
+        check_same(check_not_found(first, OF_SECOND), expected)
+        # Stop the first engine: its ranks spin while they wait, and four spinning ranks would leave two cores
+        # no time for other work.
+        stop(first)
+        assert second.do("start", model, tmp_path, url, 2) == shared
+        check_found(second, OF_FIRST, expected)
+        share(second, OF_SECOND, expected)
+        stop(second)
+        assert first.do("start", model, tmp_path, url, 1) != shared
+        check_same(check_not_found(first, OF_FIRST), expected)
+        stop(first)

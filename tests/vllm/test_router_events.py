@@ -2,36 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import Any
 
 from tests.remote.servers import Bucket
-from tests.vllm.engine_rig import MARKS, Asked, Rig, offloading, prompt
+from tests.vllm.engine_rig import MARKS, PUBLISHING, Asked, offloading, prompt
 from tests.vllm.stock import checkpoints
-
-if TYPE_CHECKING:
-    import pytest
+from tests.vllm.tiers_rig import living
 
 pytestmark = MARKS
-
-
-@contextmanager
-def publishing(
-    kind: checkpoints.Kind, folder: Path, host_blocks: int, **options: Any
-) -> Iterator[tuple[Rig, list[Any]]]:
-    """Run an engine during the `with` block. The yielded list receives the batches of events that it
-    publishes.
-    """
-    from vllm.config import KVEventsConfig
-
-    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    with offloading(kind, folder, host_blocks, kv_events_config=events, **options) as rig:
-        batches: list[Any] = []
-        with patch.object(rig.scheduler.kv_event_publisher, "publish", side_effect=batches.append):
-            yield rig, batches
 
 
 class Router:
@@ -59,15 +39,20 @@ class Router:
             self.orphans.append(event)
 
 
-def stored_on_host(batch: Any) -> list[Any]:
-    return [one for one in batch.events if one.medium == "CPU" and type(one).__name__ == "BlockStored"]
+def events(batches: Sequence[Any], name: str, medium: str, locality: str | None = None) -> list[Any]:
+    """Return the events with this name and medium and, if it is given, this locality."""
+    return [
+        event
+        for event in (event for batch in batches for event in batch.events)
+        if type(event).__name__ == name and event.medium == medium and locality in (None, event.locality)
+    ]
 
 
 def test_a_router_accepts_every_published_block(folder: Path) -> None:
     """With eager stores and room for all blocks, each block is published after its parent, with its group."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-    with publishing("gemma3", folder, 512) as (rig, batches):
+    with offloading("gemma3", folder, 512, **PUBLISHING) as rig, rig.published() as batches:
         asked = {f"r{number}": Asked(prompt(number), 40, "pepper") for number in range(3)}
         rig.run(asked)
         router = Router()
@@ -81,11 +66,8 @@ def test_a_router_accepts_every_published_block(folder: Path) -> None:
         assert {*router.known, *((one.group_idx, one.block_hashes[0]) for one in windows)} == on_host
         theirs = {
             (event.group_idx, event.block_hashes[0]): event
-            for batch in batches
-            for event in batch.events
-            if event.medium == "GPU"
-            and type(event).__name__ == "BlockStored"
-            and len(event.block_hashes) == 1
+            for event in events(batches, "BlockStored", "GPU")
+            if len(event.block_hashes) == 1
         }
         both = router.known.keys() & theirs.keys()
         assert both
@@ -103,77 +85,59 @@ def test_a_router_accepts_every_published_block(folder: Path) -> None:
         assert kinds == {("full_attention", None), ("sliding_window", checkpoints.WINDOW)}
 
 
-def test_lazy_stores_are_published_in_full(folder: Path) -> None:
+def test_lazy_stores_and_evictions_are_published(folder: Path) -> None:
     """With the lazy policy, a block may be stored long after its request has ended."""
-    options: dict[str, Any] = {"num_gpu_blocks_override": 96, "max_num_batched_tokens": 64}
-    with publishing("qwen3", folder, 64, extra={"store_policy": "lazy"}, **options) as (rig, batches):
+    options: dict[str, Any] = {
+        "num_gpu_blocks_override": 96,
+        "max_num_batched_tokens": 64,
+        "extra": {"store_policy": "lazy"},
+    }
+    with offloading("qwen3", folder, 64, **options, **PUBLISHING) as rig, rig.published() as batches:
         prompts = [prompt(number) for number in range(24)]
         for number, one in enumerate(prompts):
             rig.run({f"r{number}": Asked(one, 1)})
-        heads = {one[:32] for one in prompts}
-        for stored in map(stored_on_host, batches):
+        heads, seen = {one[:32] for one in prompts}, set[Any]()
+        for batch in batches:
+            stored = events([batch], "BlockStored", "CPU")
             hashes = [event.block_hashes[0] for event in stored]
+            seen.update(hashes)
             for number, event in enumerate(stored):
                 assert len(event.token_ids) == 32
                 assert (event.parent_block_hash is None) == (tuple(event.token_ids) in heads)
                 assert event.parent_block_hash not in hashes[number:]
-        assert sum(len(stored_on_host(batch)) for batch in batches) > 40
+        assert len(seen) > 64
+        removed = {each for event in events(batches, "BlockRemoved", "CPU") for each in event.block_hashes}
+        assert removed
+        assert removed <= seen
         notes = rig.connector.tier_events.notes.by_ratio
         assert sum(map(len, notes.values())) < 2 * 95
         rig.check_clean()
 
 
-def reported(batches: Sequence[Any], medium: str, locality: str) -> list[Any]:
-    events = [one for batch in batches for one in batch.events if type(one).__name__ != "AllBlocksCleared"]
-    return [one for one in events if (one.medium, one.locality) == (medium, locality)]
-
-
-def test_blocks_on_lower_tiers_are_published_with_their_medium(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_on_lower_tiers_are_published_with_their_medium(bucket: Bucket, tmp_path: Path) -> None:
     """Blocks that are found again are written to the disk and to the remote tier. Resetting both caches removes
     them.
     """
-    (bucket_folder := tmp_path / "bucket").mkdir()
-    server = Bucket(bucket_folder)
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    extra = {
-        "disk_path": str(tmp_path / "disk"),
-        "disk_bytes": 2**24,
-        "weights_id": "events",
-        "remote_url": server.url,
-        "remote_timeout_s": 10.0,
-    }
-    try:
-        with publishing("qwen3", folder, 64, extra=extra) as (rig, batches):
-            state = rig.side.core.state
-            while not (
-                all(tier.is_usable for tier in state.tiers)
-                and rig.side.gauges()["kvoffload_capacity_slots"]["host",]
-            ):
-                rig.run({"warm": Asked((1, 2, 3), 1)})
-            batches.clear()
-            asked = Asked(prompt(1), 4)
-            for number in range(3):
-                assert rig.scheduler.reset_prefix_cache()
-                rig.run({f"r{number}": asked})
-            places = [("CPU", "LOCAL"), ("STORAGE", "LOCAL"), ("STORAGE", "REMOTE")]
-            stored = {
-                place: {one.block_hashes[0]: one for one in reported(batches, *place)} for place in places
-            }
-            on_host = stored["CPU", "LOCAL"]
-            assert len(on_host) == 8
-            for place in places[1:]:
-                assert stored[place].keys() == on_host.keys()
-                for block_hash, one in stored[place].items():
-                    mine = on_host[block_hash]
-                    assert (one.token_ids, one.parent_block_hash) == (mine.token_ids, mine.parent_block_hash)
-            batches.clear()
-            assert rig.scheduler.reset_prefix_cache(reset_connector=True)
-            rig.run({"after": Asked(prompt(2), 1)})
-            for place in places:
-                gone = [one for one in reported(batches, *place) if type(one).__name__ == "BlockRemoved"]
-                assert {each for one in gone for each in one.block_hashes} == on_host.keys()
-    finally:
-        server.close()
+    disk = {"disk_path": str(tmp_path / "disk"), "disk_bytes": 2**24}
+    places = [("CPU", "LOCAL"), ("STORAGE", "LOCAL"), ("STORAGE", "REMOTE")]
+    with (
+        living("qwen3", tmp_path, bucket.url, extra=disk, **PUBLISHING) as life,
+        life.rig.published() as batches,
+    ):
+        for _ in range(3):
+            life.ask_without_device({"a": Asked(prompt(1), 4)})
+        host, *lower = [
+            {one.block_hashes[0]: one for one in events(batches, "BlockStored", *place)} for place in places
+        ]
+        assert len(host) == 8
+        for stored in lower:
+            assert stored.keys() == host.keys()
+            for block_hash, one in stored.items():
+                mine = host[block_hash]
+                assert (one.token_ids, one.parent_block_hash) == (mine.token_ids, mine.parent_block_hash)
+        batches.clear()
+        life.rig.forget()
+        life.ask({"after": Asked(prompt(2), 1)})
+        for place in places:
+            gone = events(batches, "BlockRemoved", *place)
+            assert {each for one in gone for each in one.block_hashes} == host.keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from tests.vllm.engine_rig import (
     check_same,
     offloading,
     plain,
+    prompt,
     transfer_config,
 )
 
@@ -35,12 +35,7 @@ BLOCKS = 8  # how many blocks of a prompt can be found
 WHOLE_PROMPTS: dict[str, Any] = {"max_num_batched_tokens": 1024}
 
 
-def _asked(seed: int) -> Asked:
-    draw = random.Random(seed)
-    return Asked(tuple(draw.randrange(256) for _ in range(BLOCKS * 32 + 8)), 10)
-
-
-ASKED = {name: _asked(seed) for seed, name in enumerate("abc")}
+ASKED = {name: Asked(prompt(seed), 10) for seed, name in enumerate("abc")}
 FOUND = BLOCKS * len(ASKED)
 
 

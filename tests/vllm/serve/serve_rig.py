@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from tests.vllm.stock import client, engines
-from tests.vllm.stock.client import Metrics, Reply
+from tests.vllm.stock.client import Reply
 
 MARKS = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
@@ -89,22 +89,6 @@ def until(condition: Callable[[], bool], seconds: float = _PATIENCE_S) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it does not come about"
         time.sleep(0.01)
-
-
-def settled(server: engines.Server) -> Metrics:
-    """Wait until no request runs and no copy is open. Return the metrics."""
-    seen: list[Metrics] = []
-
-    def at_rest() -> bool:
-        seen.append(client.scrape(server))
-        latest = seen[-1]
-        running = latest("vllm:num_requests_running") + latest("vllm:num_requests_waiting")
-        open_jobs = latest("kvoffload_open_jobs")
-        offered, outcomes = latest("kvoffload_offered_blocks_total"), latest("kvoffload_store_blocks_total")
-        return not running and not open_jobs and offered == outcomes
-
-    until(at_rest)
-    return seen[-1]
 
 
 @contextmanager

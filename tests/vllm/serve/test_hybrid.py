@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -21,10 +20,10 @@ from tests.vllm.serve.serve_rig import (
     connector,
     draw,
     draw_families,
-    settled,
     shared_memory,
 )
 from tests.vllm.stock import checkpoints, engines
+from tests.vllm.stock.client import settled
 from tests.vllm.stock.engines import Answer, Server
 
 pytestmark = MARKS
@@ -45,16 +44,15 @@ LEAST_S, MOST_S = 12, 240
 
 @dataclass(frozen=True)
 class Served:
-    """The server of this module, its shared memory, and the answers of an engine without the connector."""
+    """The server of this module, and the answers of an engine without the connector."""
 
     server: Server
-    shared: set[Path]
     expected: list[Answer]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Start the server. The last test of the module shuts it down."""
+    """Start the server. At the end, stop it, and check that it leaves nothing behind."""
     folder = tmp_path_factory.mktemp("hybrid")
     checkpoint = checkpoints.make("gemma3", folder / "gemma3")
     with engines.in_process(checkpoint) as plain:
@@ -68,7 +66,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         enable_prompt_tokens_details=True,
         kv_transfer_config=connector(HOST_BLOCKS),
     ) as server:
-        yield Served(server, shared_memory(server), expected)
+        shared = shared_memory(server)
+        yield Served(server, expected)
+        assert server.stop() == 0
+        check_nothing_is_left(server, shared)
+        check_log(server)
 
 
 def test_answers_equal_those_of_an_engine_without_the_connector(served: Served) -> None:
@@ -124,9 +126,3 @@ def evict_and_return(server: Server) -> None:
         # The device still has this prompt when it is sent again.
         ask(server, prompts[-1:] * 2, COUNT, at_once=1)
         seed += 1
-
-
-def test_a_stopped_server_leaves_nothing_behind(served: Served) -> None:
-    assert served.server.stop() == 0
-    check_nothing_is_left(served.server, served.shared)
-    check_log(served.server)

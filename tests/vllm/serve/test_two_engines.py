@@ -19,11 +19,10 @@ from tests.vllm.serve.serve_rig import (
     check_same,
     connector,
     draw,
-    settled,
     until,
 )
 from tests.vllm.stock import checkpoints, client, engines
-from tests.vllm.stock.client import Reply
+from tests.vllm.stock.client import Reply, settled
 from tests.vllm.stock.engines import Server
 
 pytestmark = [*MARKS, pytest.mark.full]

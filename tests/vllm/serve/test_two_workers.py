@@ -26,11 +26,10 @@ from tests.vllm.serve.serve_rig import (
     draw,
     draw_families,
     processes,
-    settled,
     shared_memory,
 )
 from tests.vllm.stock import checkpoints, client, engines
-from tests.vllm.stock.client import Metrics
+from tests.vllm.stock.client import settled
 from tests.vllm.stock.engines import Answer, Server
 
 pytestmark = MARKS
@@ -122,26 +121,8 @@ def test_metrics_agree_with_the_requests(server: Server, expected: Expected) -> 
     assert grown("kvoffload_first_token_seconds_count") == len(replies)
     assert grown("kvoffload_first_token_seconds_count", "host") == len(LONE)
     assert grown("kvoffload_prompt_tokens_total") == grown("vllm:prompt_tokens_total") > 0
-    check_benefit(before, after, found - on_device)
     negative = {at: value for at, value in after.series.items() if at[0].startswith("vllm:") and value < 0}
     assert not negative
-
-
-def check_benefit(before: Metrics, after: Metrics, loaded_tokens: int) -> None:
-    """Check that the estimated benefit is plausible. vLLM may have measured its prefill speed again in the
-    meantime.
-    """
-
-    def grown(name: str, *labels: str) -> float:
-        return after.exact(name, *labels) - before.exact(name, *labels)
-
-    priced = grown("kvoffload_prefill_seconds_saved_total") * after.exact(
-        "kvoffload_prefill_tokens_per_second"
-    )
-    assert loaded_tokens / 5 < priced < loaded_tokens * 5
-    assert 0 < grown("kvoffload_load_wait_seconds_sum", "own_load") < 60
-    assert after("kvoffload_break_even_tokens") > 0
-    assert 0 <= after.exact("kvoffload_interference_seconds_total") < 60
 
 
 def test_after_a_reset_of_an_idle_server_no_earlier_block_is_found(

@@ -1,4 +1,4 @@
-"""Makes small LoRA adapters with random weights for the checkpoints, in PEFT's format."""
+"""Makes small LoRA adapters with random weights for `qwen3`, in PEFT's format."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RANK = 4
+_LAYERS = 2
 _WIDTH = 0.2  # With this standard deviation, an adapter changes the KV of every token.
 _QUERIES = SHAPE["num_attention_heads"] * SHAPE["head_dim"]
 _KEYS = SHAPE["num_key_value_heads"] * SHAPE["head_dim"]
 _SIZES = {"q_proj": _QUERIES, "k_proj": _KEYS, "v_proj": _KEYS}
 
 
-def make(folder: Path, *, layers: int, seed: int) -> Path:
-    """Write a LoRA adapter of the attention's projections to `folder`; return `folder`."""
+def make(folder: Path, seed: int) -> Path:
+    """Write a LoRA adapter of the attention's projections to `folder`, replacing an existing one; return `folder`."""
     import torch
     from safetensors.torch import save_file
 
@@ -28,7 +29,7 @@ def make(folder: Path, *, layers: int, seed: int) -> Path:
         return torch.randn(*shape, generator=generator) * _WIDTH
 
     weights = {}
-    for layer in range(layers):
+    for layer in range(_LAYERS):
         for module, size in _SIZES.items():
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
             weights[f"{name}.lora_A.weight"] = draw(RANK, SHAPE["hidden_size"])

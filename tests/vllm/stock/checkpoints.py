@@ -105,23 +105,6 @@ def draw(model: PreTrainedModel, seed: int) -> None:
                 weight.normal_(0.0, WIDTH, generator=generator)
 
 
-def make_adapter(folder: Path, seed: int) -> None:
-    """Write a LoRA adapter for `qwen3` to `folder`, replacing an existing adapter."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder.mkdir(exist_ok=True)
-    chance = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(2):
-        name = f"base_model.model.model.layers.{layer}.self_attn.v_proj"
-        weights[f"{name}.lora_A.weight"] = torch.randn(8, 128, generator=chance) * 0.3
-        weights[f"{name}.lora_B.weight"] = torch.randn(64, 8, generator=chance) * 0.3
-    save_file(weights, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["v_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-
-
 def tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast as Fast

@@ -110,6 +110,23 @@ def scrape(server: Server) -> Metrics:
     return Metrics(server.get("/metrics"))
 
 
+def settled(server: Server, seconds: float = 120.0) -> Metrics:
+    """Wait until no request runs and no copy is open. Return the metrics.
+
+    Raises:
+        TimeoutError: the server is still busy after this many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        seen = scrape(server)
+        running = seen("vllm:num_requests_running") + seen("vllm:num_requests_waiting")
+        offered, outcomes = seen("kvoffload_offered_blocks_total"), seen("kvoffload_store_blocks_total")
+        if not running and not seen("kvoffload_open_jobs") and offered == outcomes:
+            return seen
+        time.sleep(0.05)
+    raise TimeoutError("the server is still busy")
+
+
 def _body(prompt: Sequence[int], count: int) -> dict[str, object]:
     return {
         "model": "small",

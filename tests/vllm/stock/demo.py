@@ -49,7 +49,6 @@ MOST_TURNS = 1 + (engines.OPTIONS["max_model_len"] - FIRST_TOKENS - ANSWER_TOKEN
 AT_ONCE = 2  # how many conversations run concurrently
 START_S = 400  # a start takes 15 s on an idle machine
 DEVICE_BLOCKS = {"qwen3": 64, "gemma3": 112}  # eight conversations need at least three times as many blocks
-SETTLE_S = 30
 
 
 @dataclass(frozen=True)
@@ -91,9 +90,9 @@ def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options
     ) as server:
         screen.say(f"ready after {time.monotonic() - begun:.0f} s; the conversations begin")
         client.stream(server, range(FIRST_TOKENS // 2), ANSWER_TOKENS)  # a warm-up
-        before = settled(server)
+        before = client.settled(server)
         replies = _take_turns(server, scene.conversations, screen, script)
-        return Play(replies, before, settled(server))
+        return Play(replies, before, client.settled(server))
 
 
 def _take_turns(
@@ -117,17 +116,6 @@ def _take_turns(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return replies
-
-
-def settled(server: engines.Server) -> client.Metrics:
-    """Wait until no copy is open, but at most `SETTLE_S` seconds. Return the metrics."""
-    deadline = time.monotonic() + SETTLE_S
-    while True:
-        seen = client.scrape(server)
-        offered, outcomes = (seen(f"kvoffload_{name}_blocks_total") for name in ("offered", "store"))
-        if (offered == outcomes and not seen("kvoffload_open_jobs")) or time.monotonic() > deadline:
-            return seen
-        time.sleep(0.1)
 
 
 def run(asked: argparse.Namespace, screen: Screen) -> int:

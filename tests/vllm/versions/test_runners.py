@@ -1,19 +1,24 @@
+"""Tests that both of vLLM's model runners give the same answers without a connector.
+
+    python -m tests.vllm.versions.test_runners qwen3 FOLDER RESULT
+
+writes the tokens of this process's model runner to RESULT.
+"""
+
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from tests.tooling.scripts import ROOT
-from tests.vllm.engine_rig import MARKS
+from tests.vllm.engine_rig import MARKS, plain
+from tests.vllm.programs import run_module
+from tests.vllm.scenes import requests_for
 from tests.vllm.stock import checkpoints, engines
 from tests.vllm.versions.matrix import V2_RUNNER
-from tests.vllm.versions.plain_tokens import plain_tokens
 
 pytestmark = [
     *MARKS,
@@ -21,27 +26,23 @@ pytestmark = [
 ]
 
 
+def tokens(kind: checkpoints.Kind, folder: Path) -> dict[str, Any]:
+    """Return the name of the model runner, and the tokens by request."""
+    with plain(kind, folder, num_gpu_blocks_override=512) as rig:
+        runner = type(rig.core.model_executor.driver_worker.worker.model_runner)
+        reported = rig.run(requests_for(kind))
+    return {"runner": runner.__module__, "tokens": {name: [*one.tokens] for name, one in reported.items()}}
+
+
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
-def test_both_runners_give_the_same_answers(
-    kind: checkpoints.Kind, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.getbasetemp() / "checkpoints"
-    ours, of_v1 = plain_tokens(kind, folder), tokens_of_v1(kind, folder)
-    assert ours["runner"] == "vllm.v1.worker.cpu.model_runner.CPUModelRunner"
-    assert of_v1["runner"] == "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
-    assert ours["tokens"] == of_v1["tokens"]
+def test_both_runners_give_the_same_answers(kind: checkpoints.Kind, folder: Path, tmp_path: Path) -> None:
+    environment = {**dict.fromkeys(V2_RUNNER), "VLLM_USE_V2_MODEL_RUNNER": "0"}
+    run_module(__name__, kind, folder, tmp_path / "tokens", environment=environment)
+    of_v1, of_v2 = json.loads((tmp_path / "tokens").read_text()), tokens(kind, folder)
+    assert of_v1["runner"] == "vllm.v1.worker.cpu_model_runner"
+    assert of_v2["runner"] == "vllm.v1.worker.cpu.model_runner"
+    assert of_v1["tokens"] == of_v2["tokens"]
 
 
-def tokens_of_v1(kind: checkpoints.Kind, folder: Path) -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name not in V2_RUNNER}
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.vllm.versions.plain_tokens", kind, str(folder)],
-        env={**environment, "VLLM_USE_V2_MODEL_RUNNER": "0"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+if __name__ == "__main__":
+    Path(sys.argv[3]).write_text(json.dumps(tokens(cast("checkpoints.Kind", sys.argv[1]), Path(sys.argv[2]))))

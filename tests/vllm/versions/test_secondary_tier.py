@@ -6,7 +6,6 @@ Only the copies between device and host are replaced, as for the `fs` tier (`tes
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -199,23 +198,6 @@ def test_r17_flipped_bytes_are_computed_again(
 
 
 @pytest.mark.full
-def test_r17_a_full_disk_only_costs_hits(
-    before: Before, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "the test says so")
-
-    monkeypatch.setattr(SlotFile, "write", full)
-    with capture_logs() as lines, living(tmp_path) as life:
-        assert tokens(life.ask()) == tokens(before.answers)
-        life.push_out()
-        found = life.ask()
-        assert (tokens(found), cached(found)) == (tokens(before.answers), NONE)
-        assert life.count("disk", "store", "failed") > 0
-    assert "disk_call_failed" in {line["event"] for line in lines}
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("what", ["read", "write"])
 def test_r17_a_hanging_disk_only_costs_hits(
     before: Before, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
@@ -242,20 +224,6 @@ def test_a_second_engine_finds_the_first_engines_blocks_in_a_store(before: Befor
         found = life.ask()  # each lookup waits until the remote tier answers
         assert (tokens(found), cached(found)) == (tokens(before.answers), ALL)
         assert life.count("remote", "load", "done") > 0
-
-
-@pytest.mark.full
-def test_r17_a_hanging_store_only_costs_hits(before: Before, tmp_path: Path) -> None:
-    store = FakeStore()
-    with living(tmp_path, store=store) as life:
-        life.ask()
-    with capture_logs() as lines, living(tmp_path, store=store, remote_timeout_s=0.5) as life:
-        store.gate = ThreadGate()
-        found = life.ask()
-        assert (tokens(found), cached(found)) == (tokens(before.answers), NONE)
-        store.gate.wait_for_arrivals(1)
-        store.gate.open()
-    assert "remote_fails" in {line["event"] for line in lines}
 
 
 @pytest.mark.full

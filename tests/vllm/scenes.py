@@ -1,21 +1,19 @@
-"""A stock vLLM with recurrent layers, and scenes in which states are stored and loaded.
+"""Scenes in which requests load blocks from the host: reload, mixed traffic, preemption, aborts, a reset, and failed
+loads.
 
-One engine runs every scene. The answers are compared with those of the same engine without a prefix cache.
+One engine plays every scene. Its answers must equal those of requests that find no block. As a control, loads lie: they
+report success and leave zeros, which must change the answers.
 """
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
-
-import pytest
 
 from kvoffload.core.jobs import Load
 from kvoffload.core.planners import LazyPlanner
@@ -23,45 +21,50 @@ from kvoffload.model.groups import AttentionKind
 from kvoffload.model.wire import Direction
 from kvoffload.testing import GatedCopier
 from kvoffload.testing.copier import GatedTicket
-from tests.vllm.engine_rig import DEVICE_BLOCKS, Asked, Held, Reported, Rig, offloading
+from tests.vllm.engine_rig import DEVICE_BLOCKS, Asked, Held, Reported, Rig, offloading, same
 from tests.vllm.stock import checkpoints
 
-CLOSE = 2e-3
-"""Log-probabilities may differ by this much, because the order of summation depends on how prompts are
-chunked.
-"""
+BLOCK_TOKENS: Mapping[checkpoints.Kind, int] = {
+    "qwen3": 32,
+    "gemma3": 32,
+    "lfm2": 32,
+    "granite4": 64,
+    "qwen3_next": 64,
+}
 
-BLOCK_TOKENS: Mapping[checkpoints.Kind, int] = {"lfm2": 32, "granite4": 64, "qwen3_next": 64}
 
-
-class StateCopier(GatedCopier):
-    """Copies immediately. If the test asks for it, loads fail, or write zeros instead of recurrent states."""
+class Steered(GatedCopier):
+    """Copies immediately. If the test asks for it, loads fail, or report success and leave zeros: in the states of a
+    model with recurrent layers, or else in every loaded block.
+    """
 
     def __init__(self) -> None:
         super().__init__(held=False)
         self.rig: Rig | None = None
         self.fails = False
-        self.zeroes_states = False
+        self.lies = False
 
     def submit(self, direction: Direction, runs: Any, fences: Sequence[Any]) -> GatedTicket:
-        if direction is Direction.STORE or not (self.fails or self.zeroes_states):
-            return super().submit(direction, runs, fences)
-        if self.fails:
+        if direction is Direction.LOAD and self.fails:
             self.hold()
             ticket = super().submit(direction, runs, fences)
             ticket.fail()
             self._held = False
             return ticket
         ticket = super().submit(direction, runs, fences)
-        assert self.rig is not None
-        for address, size in _pages_of_loaded_states(self.rig):
-            ctypes.memset(address, 0, size)
+        if direction is Direction.LOAD and self.lies:
+            assert self.rig is not None
+            for address, size in _loaded_pages(self.rig):
+                ctypes.memset(address, 0, size)
         return ticket
 
 
-def _pages_of_loaded_states(rig: Rig) -> Iterator[tuple[int, int]]:
+def _loaded_pages(rig: Rig) -> Iterator[tuple[int, int]]:
+    """Yield the address and the size of each page that an open load has filled and `Steered` may overwrite."""
+    groups = dict(zip(rig.connector._groups, rig.side.shape.groups, strict=True))
+    recurrent = [number for number, group in groups.items() if group.kind is AttentionKind.RECURRENT]
+    suffixes = {number.to_bytes(4, "big") for number in recurrent or groups}
     state = rig.side.core.state
-    suffixes = _suffixes(rig, AttentionKind.RECURRENT)
     for job in [job for job in state.jobs.open.values() if isinstance(job, Load)]:
         for slot, block in zip(job.slots, job.targets, strict=True):
             key = state.pool.key(slot)
@@ -70,20 +73,15 @@ def _pages_of_loaded_states(rig: Rig) -> Iterator[tuple[int, int]]:
                     yield region.address + block * region.block_stride, region.page_bytes
 
 
-def _suffixes(rig: Rig, kind: AttentionKind) -> set[bytes]:
-    numbers = zip(rig.connector._groups, rig.side.shape.groups, strict=True)
-    return {number.to_bytes(4, "big") for number, group in numbers if group.kind is kind}
-
-
 @dataclass
 class Stage:
-    """An engine whose copies a test controls, and the engine's answers without a prefix cache."""
+    """An engine whose copies a test controls, and the answers of requests that find no block."""
 
     kind: checkpoints.Kind
     rig: Rig
-    copier: StateCopier
     requests: Mapping[str, Asked]
     expected: Mapping[str, Reported]
+    copier: Steered = field(default_factory=Steered)
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
     def forget_on_device(self) -> None:
@@ -107,25 +105,26 @@ class Stage:
         self.forget_on_device()
 
     def different(self, answers: Mapping[str, Reported]) -> list[str]:
-        """Return the names of requests whose answers differ from those without a prefix cache."""
+        """Return the names of requests whose answers differ from the expected ones."""
         return [name for name, answer in answers.items() if not same(answer, self.expected[name])]
 
-    def counted(self, metric: str, *labels: str) -> int:
-        return self.rig.counts.count(metric, *labels)
+    def check_that_lies_are_noticed(self, scene: Scene) -> None:
+        self.copier.lies = True
+        assert self.different(scene(self))
+        self.copier.lies = False
+        self.rig.finish()
+        self.rig.forget()  # removes blocks that were computed from zeros
 
 
-def same(answer: Reported, expected: Reported) -> bool:
-    return answer.tokens == expected.tokens and answer.logprobs == pytest.approx(expected.logprobs, abs=CLOSE)
-
-
-def requests(block_tokens: int, seed: int = 5, count: int = 14) -> dict[str, Asked]:
+def requests_for(kind: checkpoints.Kind, seed: int = 5) -> dict[str, Asked]:
     """Return prompts. Some begin with the same whole blocks, and some continue another prompt."""
-    draw = random.Random(seed)
-    stems = [[draw.randrange(256) for _ in range(6 * block_tokens)] for _ in range(2)]
+    draw, block = random.Random(seed), BLOCK_TOKENS[kind]
+    stems = [[draw.randrange(256) for _ in range(6 * block)] for _ in range(2)]
     asked: dict[str, Asked] = {}
-    for number in range(count):
-        kept = draw.choice((1, 2, 3, 4, 5, 6)) * block_tokens
-        tail = [draw.randrange(256) for _ in range(draw.randrange(1, 2 * block_tokens))]
+    # fewer requests, because our ops for gated delta nets are slow
+    for number in range(10 if kind == "qwen3_next" else 14):
+        kept = draw.choice((1, 2, 3, 4, 5, 6)) * block
+        tail = [draw.randrange(256) for _ in range(draw.randrange(1, 2 * block))]
         asked[f"r{number}"] = Asked(tuple(stems[number % 2][:kept] + tail), draw.randrange(4, 24))
         if number % 4 == 3:  # the next turn of a conversation
             before = asked[f"r{number - 1}"].prompt
@@ -148,26 +147,23 @@ def stage(
     folder: Path,
     host_blocks: int = 512,
     *,
-    extra: Mapping[str, Any] | None = None,
     asked: Mapping[str, Asked] | None = None,
     expected: Mapping[str, Reported] | None = None,
     **options: Any,
 ) -> Iterator[Stage]:
-    """Run an engine of a model with recurrent layers during the `with` block.
-
-    Without `expected`, this engine also computes the expected answers.
-    """
-    copier = StateCopier()
-    with offloading(kind, folder, host_blocks, held=Held(copier=copier), extra=extra, **options) as rig:
+    """Run an engine for scenes during the `with` block. Without `expected`, it also computes these answers."""
+    copier = Steered()
+    with offloading(kind, folder, host_blocks, held=Held(copier=copier), **options) as rig:
         copier.rig = rig
-        # fewer requests, because our ops for gated delta nets are slow
-        asked = asked or requests(BLOCK_TOKENS[kind], count=10 if kind == "qwen3_next" else 14)
+        asked = asked or requests_for(kind)
         expected = expected or without_cache(rig, asked)
         rig.forget()
-        yield Stage(kind, rig, copier, asked, expected)
+        yield Stage(kind, rig, asked, expected, copier)
 
 
-# -- scenes: each ends in answers that were made with states from the host -----------------------------------------------
+# -- scenes: each returns answers that were made with blocks from the host ---------------------------------------------
+
+Scene = Callable[[Stage], dict[str, Reported]]
 
 
 def reloaded(on: Stage) -> dict[str, Reported]:
@@ -195,11 +191,9 @@ def mixed(on: Stage) -> dict[str, Reported]:
 def preempted(on: Stage) -> dict[str, Reported]:
     """Run so many requests that vLLM preempts some of them."""
     on.put_on_host()
-    scheduler = on.rig.scheduler
     longer = {name: Asked(one.prompt, 2 * BLOCK_TOKENS[on.kind]) for name, one in on.requests.items()}
-    with patch.object(scheduler, "_preempt_request", side_effect=scheduler._preempt_request) as taken_back:
+    with on.rig.expect_preemption():
         answers = on.rig.run(longer)
-    assert taken_back.call_count > 0
     return {
         name: Reported(one.tokens[:count], one.logprobs[:count], (), one.cached, one.finished)
         for name, one in answers.items()
@@ -228,9 +222,9 @@ def reset(on: Stage) -> dict[str, Reported]:
     """Reset, and check that no earlier block is found. Return the answers of requests that load later blocks."""
     on.put_on_host()
     assert on.rig.connector.reset_cache()
-    before = on.counted("kvoffload_load_blocks_total", "loaded")
-    assert on.rig.run({"r5": on.requests["r5"]})["r5"].cached == 0
-    assert on.counted("kvoffload_load_blocks_total", "loaded") == before
+    before, longest = on.rig.counts, max(on.requests, key=lambda name: len(on.requests[name].prompt))
+    assert on.rig.run({longest: on.requests[longest]})[longest].cached == 0
+    assert on.rig.counts.minus(before).count("kvoffload_load_blocks_total", "loaded") == 0
     on.rig.run(on.requests)
     on.forget_on_device()
     return on.rig.run(on.requests)
@@ -245,30 +239,12 @@ def failed(on: Stage) -> dict[str, Reported]:
     return answers
 
 
-SCENES: tuple[Callable[[Stage], dict[str, Reported]], ...] = (reloaded, mixed, preempted, aborted, reset)
+SCENES: Sequence[Scene] = (reloaded, mixed, preempted, aborted, reset)
 
 
 # -- shared prefixes ---------------------------------------------------------------------------------------------------
 
 SHARED_BLOCKS = 6
-
-
-@contextmanager
-def boundaries(on: Stage, *, are_on: bool) -> Iterator[None]:
-    state = on.rig.side.core.state
-    before, state.policy = state.policy, dataclasses.replace(state.policy, prefix_boundaries=are_on)
-    yield
-    state.policy = before
-
-
-@contextmanager
-def lazily(on: Stage) -> Iterator[None]:
-    """Use `store_policy` "lazy" during the `with` block. No request may be running when the block begins."""
-    core = on.rig.side.core
-    before, core._planner = core._planner, LazyPlanner(core.state, core.stores)
-    yield
-    on.rig.finish()
-    core._planner = before
 
 
 def shared_prefix(on: Stage, count: int, seed: int) -> list[Asked]:
@@ -289,18 +265,3 @@ def found_one_by_one(on: Stage, asked: Sequence[Asked]) -> list[int]:
         on.forget_on_device()
         found.append(on.rig.run({f"j{number}": one})[f"j{number}"].cached)
     return found
-
-
-def chunks(on: Stage, asked: Asked) -> int:
-    """Return in how many steps the engine computes a request's prompt."""
-    sizes: list[int] = []
-    schedule = on.rig.scheduler.schedule
-
-    def scheduling(*words: object) -> Any:
-        output = schedule(*words)
-        sizes.extend(tokens for tokens in output.num_scheduled_tokens.values() if tokens > 1)
-        return output
-
-    with patch.object(on.rig.scheduler, "schedule", scheduling):
-        on.rig.run({"chunks": asked})
-    return len(sizes)

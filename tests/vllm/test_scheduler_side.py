@@ -1,0 +1,108 @@
+"""Tests the adapter's scheduler side with vLLM's own requests: sessions whose input comes in parts, and new blocks
+after a reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvoffload.model.facts import StepScheduled
+from kvoffload.model.ids import RequestId
+from tests.core.audit import audit_side
+from tests.vllm.engine_rig import MARKS, prompt
+from tests.vllm.scheduler_rig import BLOCK, adapter, make_request, step_output, table
+
+pytestmark = MARKS
+
+
+def session(text: Sequence[int]) -> Any:
+    return make_request("s", text, resumable=True)
+
+
+def go_on(request: Any, part: Sequence[int]) -> None:
+    """Continue a session as vLLM does. vLLM drops tokens that were not computed, and their hashes."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import StreamingUpdate
+
+    holder: Any = SimpleNamespace(hash_block_size=BLOCK, log_stats=False, num_waiting_for_streaming_input=0)
+    Scheduler._update_request_as_session(holder, request, StreamingUpdate.from_request(session(part)))
+
+
+def run(scheduler: Any, request: Any, blocks: Sequence[int], *, until: int) -> None:
+    """Schedule a request, so that its first `until` tokens are computed."""
+    scheduler.update_state_after_alloc(request, table(blocks), 0)
+    scheduler.build_connector_meta(step_output(request, until - request.num_computed_tokens, is_new=True))
+    request.num_computed_tokens = until
+
+
+def known_keys(scheduler: Any) -> list[bytes]:
+    record = scheduler.offload.core.state.requests.live.get(RequestId("s"))
+    return [key[:-4] for key in record.keys[0]]
+
+
+@pytest.mark.parametrize("computed", [0, 50, 64, 100])
+def test_the_core_has_a_sessions_current_hashes(computed: int) -> None:
+    """Let a session continue after `computed` of its 100 tokens. 0 means that vLLM has preempted the session."""
+    with adapter(BLOCK) as (scheduler, _):
+        request = session(prompt(1, 100))
+        scheduler.on_new_request(request)
+        assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        run(scheduler, request, [1, 2, 3, 4], until=100)
+        before = known_keys(scheduler)
+        assert before == list(request.block_hashes)
+        request.num_computed_tokens = computed
+        go_on(request, prompt(2, 90))
+        assert request.block_hashes[: computed // BLOCK] == before[: computed // BLOCK]
+        assert len(request.block_hashes) == (computed + 90) // BLOCK
+        if not computed:
+            scheduler.build_connector_meta(step_output(request, 0, is_preempted=True))
+            assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+            assert known_keys(scheduler) == list(request.block_hashes)
+        run(scheduler, request, [1, 2, 3, 4, 5, 6], until=request.num_tokens)
+        assert known_keys(scheduler) == list(request.block_hashes)
+        assert audit_side(scheduler.offload) == []
+        scheduler.request_finished_all_groups(request, ([1],))
+        assert not scheduler._tracked
+        assert not scheduler.offload.core.state.requests.live
+
+
+def test_a_session_that_ends_with_rewritten_hashes_reports_none_of_them() -> None:
+    with adapter(BLOCK) as (scheduler, _):
+        request = session(prompt(1, 100))
+        scheduler.on_new_request(request)
+        scheduler.get_num_new_matched_tokens(request, 0)
+        run(scheduler, request, [1, 2, 3, 4], until=100)
+        record = scheduler.offload.core.state.requests.live.get(RequestId("s"))
+        before = list(record.keys[0])
+        request.num_computed_tokens = 40
+        go_on(request, prompt(2, 200))
+        scheduler.request_finished_all_groups(request, ([1],))
+        assert record.keys[0] == before
+        assert audit_side(scheduler.offload) == []
+
+
+@pytest.mark.parametrize("was_reset", [False, True])
+def test_r10_after_a_reset_new_blocks_are_reported_in_the_step_that_allocates_them(was_reset: bool) -> None:
+    with adapter(BLOCK, report_every=16) as (scheduler, _):
+        steps: list[StepScheduled] = []
+        step = scheduler.offload.step
+
+        def noting(fact: StepScheduled) -> Any:
+            steps.append(fact)
+            return step(fact)
+
+        scheduler.offload.step = noting
+        if was_reset:
+            scheduler.offload.reset()
+        request = make_request("a", prompt(1))
+        scheduler.on_new_request(request)
+        scheduler.get_num_new_matched_tokens(request, 0)
+        run(scheduler, request, range(1, 10), until=request.num_tokens)
+        scheduler.build_connector_meta(step_output(request, 1))
+        scheduler.build_connector_meta(step_output(request, 1, new_blocks=([50],)))
+        assert [fact.progress for fact in steps[2:]] == [()]
+        assert steps[2].reallocated == ((50,) if was_reset else ())
