@@ -1,4 +1,13 @@
-"""Fixtures for the suites on a stock vLLM."""
+"""Fixtures for the tests on a stock vLLM. What they share:
+
+* `stock`: small models, and vLLM in this process or as a server, on a machine without a GPU (`cpu_ops`);
+* `engine_rig`: an engine with the connector in this process, prompts, and the comparison of answers;
+* `scenes`: what every kind of model and every version must survive;
+* `tiers_rig`: engines with a disk or a store, in this process or apart;
+* `scheduler_rig`: the adapter's scheduler side without an engine;
+* `deaths_rig` and `copy_gate`: engines that a test kills while it holds their copies;
+* `serve/serve_rig`: `vllm serve` over HTTP.
+"""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.engine_rig import transfer_config
 from tests.vllm.stock import client, engines
 from tests.vllm.stock.client import Reply
 
 MARKS = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 BLOCK = engines.BLOCK
-SLOT_BYTES = 32768  # the size of a block, over all ranks together
 START_S = 400  # a start takes 15 s on an idle machine
 _PATIENCE_S = 120.0
 # Send this many requests in a burst, and at most this many bursts.
@@ -36,12 +36,9 @@ _OUR_WORDS = ("core_raised", "offloading_off", "worker_not_closed", "coroutine_l
 
 def connector(host_blocks: int = 512) -> dict[str, Any]:
     """Return the connector's settings as operators write them. vLLM finds the connector by its entry point."""
-    return {
-        "kv_connector": "KVOffloadConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"host_bytes": host_blocks * SLOT_BYTES},
-    }
+    config = transfer_config(host_blocks)
+    del config["kv_connector_module_path"]
+    return config
 
 
 def draw(seed: int, count: int, length: int) -> list[Prompt]:

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.engine_rig import SLOT_BYTES
 from tests.vllm.serve.serve_rig import (
     BLOCK,
     MARKS,
-    SLOT_BYTES,
     START_S,
     ask,
     burst,

@@ -26,7 +26,7 @@ from kvoffload.model.errors import ConfigError
 from tests.captured_logs import capture_logs
 from tests.gates import ThreadGate
 from tests.remote.fake_store import FakeStore
-from tests.vllm.engine_rig import MARKS, SLOT_BYTES
+from tests.vllm.engine_rig import MARKS, SLOT_BYTES, prompt
 from tests.vllm.stock import checkpoints, engines
 
 tiers = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="this vLLM has no such tiers")
@@ -39,15 +39,10 @@ HOST_CHUNKS = 12
 TOKENS = 8
 KILLS = int(os.environ.get("KVOFFLOAD_TIER_KILLS", "20"))
 SEED = 7
-Prompt = tuple[int, ...]
 
 
-def draw(seed: int, count: int, blocks: int) -> list[Prompt]:
-    chance = random.Random(seed)
-    return [tuple(chance.choices(range(256), k=blocks * engines.BLOCK + 9)) for _ in range(count)]
-
-
-PROMPTS, OTHERS = draw(1, 3, BLOCKS), draw(2, 6, 10)
+PROMPTS = [prompt(seed, BLOCKS * engines.BLOCK + 9) for seed in range(3)]
+OTHERS = [prompt(seed, 10 * engines.BLOCK + 9) for seed in range(10, 16)]
 
 
 @dataclass
@@ -59,11 +54,11 @@ class Life:
         (tier,) = engines.scheduler_of(self.llm).connector.connector_scheduler.manager.secondary_tiers
         return tier
 
-    def ask(self, prompts: Sequence[Prompt] = PROMPTS) -> list[engines.Answer]:
+    def ask(self, prompts: Sequence[tuple[int, ...]] = PROMPTS) -> list[engines.Answer]:
         """Send these prompts one at a time, each after all copies have ended. Return the answers."""
         answers = []
-        for prompt in prompts:
-            answers += engines.generate(self.llm, [prompt], TOKENS)
+        for one in prompts:
+            answers += engines.generate(self.llm, [one], TOKENS)
             engines.drain(self.llm)
         return answers
 
