@@ -14,7 +14,7 @@ from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
 from kvoffload.core.tiers import DiskTier
 from kvoffload.model import facts
-from kvoffload.model.causes import CopyOutcome, TierOutcome
+from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, Rank, SlotId
 from kvoffload.model.wire import Direction, DiskJob, Invalidate, JobReport, Put, Tier
@@ -31,24 +31,22 @@ class DiskWorld(LowerWorld):
     Args:
         groups: see `World`.
         disk: the number of slots on the disk.
-        after_hits: `disk_min_hits`.
         before: the world of the previous engine.
         opens: whether the disk's index is read at once.
-        settings: see `World`.
+        settings: see `LowerWorld`.
     """
+
+    TIER = Tier.DISK
 
     def __init__(
         self,
         *groups: GroupSpec,
         disk: int = 32,
-        after_hits: int = 1,
         before: DiskWorld | None = None,
         opens: bool = True,
         **settings: Any,  # noqa: ANN401  # the world's own
     ) -> None:
-        self.after_hits = after_hits
         self.places: list[dict[SlotId, BlockKey]]
-        self.failing: set[int] = set()
         self.places = before.places if before is not None else [{} for _ in range(settings.get("ranks", 1))]
         self.index: OrderedDict[SlotId, Put] = OrderedDict(before.index if before is not None else ())
         self.synced = self.index.copy()
@@ -63,7 +61,7 @@ class DiskWorld(LowerWorld):
             self.open()
 
     def _make_core(self, policy: Policy) -> OffloadCore:
-        return super()._make_core(replace(policy, disk_min_hits=self.after_hits))
+        return super()._make_core(replace(policy, disk_min_hits=self.min_hits))
 
     @property
     def disk(self) -> DiskTier:
@@ -158,14 +156,6 @@ class DiskWorld(LowerWorld):
         found = tuple(sorted(wrong)) if outcome is CORRUPT else ()
         return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, found, stuck=stuck)
 
-    def disk_fails(self, rank: int = 0, *, works: bool = False) -> None:
-        """Report that a rank's disk fails or, if `works`, that the disk works again."""
-        (self.failing.discard if works else self.failing.add)(rank)
-        self._tell_report(rank)
-
-    def _reachable(self, rank: int) -> dict[str, Any]:
-        return {**super()._reachable(rank), "disk_works": rank not in self.failing}
-
     def spoil(self, rank: int, text: str) -> None:
         """Corrupt the last block of a text on the disk, so that only the checksum can detect the damage."""
         self.spoil_place(rank, self.disk.pool.index[keys_of(text, self.groups[0])[-1]])
@@ -173,9 +163,6 @@ class DiskWorld(LowerWorld):
     def spoil_place(self, rank: int, place: SlotId) -> None:
         self.places[rank][place] = GARBAGE
         self.disk_rotten.add((rank, place))
-
-    def disk_jobs(self, direction: Direction) -> list[JobId]:
-        return self.jobs_of(Tier.DISK, direction)
 
     # -- what must hold -----------------------------------------------------------------------------------------
 
@@ -217,46 +204,6 @@ class DiskWorld(LowerWorld):
             for part in self.unread
         ]
         super().reset()
-
-    # -- what the core said -------------------------------------------------------------------------------------
-
-    def on_disk(self, text: str, group: int = 0) -> str:
-        """Return one character for each block of a text: "x" if the block is on the disk, otherwise "."."""
-        index = self.disk.pool.index
-        return "".join("x" if key in index else "." for key in keys_of(text, self.groups[group]))
-
-    def evicted(self) -> int:
-        """Return how many blocks the host has evicted, not counting blocks that came from the disk."""
-        return super().evicted() - self.disk_copies(Direction.LOAD, TierOutcome.DONE)
-
-    def disk_copies(self, direction: Direction, outcome: TierOutcome) -> int:
-        return self.copies_of(Tier.DISK, direction, outcome)
-
-    def serve_again(self, name: str, text: str) -> None:
-        """Serve a text a second time, so that its blocks become spill candidates; wait until all copies have ended."""
-        self.serve(name, text)
-        self.settle()
-
-    def settle(self) -> None:
-        for _ in range(100):
-            if not (self.disk.candidates or self.core.has_work):
-                return
-            self.idle_step()
-            self.finish()
-        raise AssertionError("spills without end")
-
-    def only_on_disk(self, *texts: str) -> None:
-        for number, text in enumerate(texts):
-            self.serve(f"first{number}", text)
-            self.serve_again(f"again{number}", text)
-        self.empty_host()
-
-    def empty_host(self) -> None:
-        """Replace the host's contents with other texts, and reset the device's cache."""
-        self.device.forget_keys()
-        for number in range(self.core.state.pool.capacity):
-            self.serve(f"filler{number}", f"{number:04}{number:04}"[: self.groups[0].block_tokens + 1])
-        self.device.forget_keys()
 
 
 def checksum(rank: int, held: BlockKey) -> int:

@@ -10,7 +10,7 @@ from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
 from kvoffload.core.tiers import RemoteTier
 from kvoffload.model import facts
-from kvoffload.model.causes import CopyOutcome, TierOutcome
+from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId
 from kvoffload.model.wire import Direction, JobReport, RemoteJob, Tier
@@ -43,28 +43,27 @@ class RemoteWorld(LowerWorld):
     Args:
         groups: see `World`.
         store: the shared remote tier.
-        remote_min_hits: the setting of this name.
         hints: the maximum number of hints.
         is_reached: whether the remote tier answers from the start.
         namespace: the namespace in which engines share blocks.
-        settings: see `World`.
+        settings: see `LowerWorld`.
     """
+
+    TIER = Tier.REMOTE
 
     def __init__(
         self,
         *groups: GroupSpec,
         store: Store | None = None,
-        remote_min_hits: int = 1,
         hints: int = 64,
         is_reached: bool = True,
         namespace: str = "print/0",
         **settings: Any,  # noqa: ANN401  # the world's own
     ) -> None:
-        self.remote_min_hits, self.hints = remote_min_hits, hints
+        self.hints = hints
         self.store: Store = {} if store is None else store
         self.namespace = namespace
         """The namespace that the core uses; None until the remote tier has reported a namespace."""
-        self.unreached: set[int] = set()
         self.asked: list[Ask] = []
         super().__init__(*groups, **settings)
         if is_reached:
@@ -73,7 +72,7 @@ class RemoteWorld(LowerWorld):
     def _make_core(self, policy: Policy) -> OffloadCore:
         # each audit checks all hints, so many hints would make the tests slow
         with patch("kvoffload.core.tiers.MOST_HINTS", self.hints):
-            return super()._make_core(replace(policy, remote_min_hits=self.remote_min_hits))
+            return super()._make_core(replace(policy, remote_min_hits=self.min_hits))
 
     @property
     def remote(self) -> RemoteTier:
@@ -171,29 +170,6 @@ class RemoteWorld(LowerWorld):
         outcome = DONE if len(wrong) + len(missing) < len(job.targets) else CORRUPT if wrong else FAILED
         return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
 
-    def _reachable(self, rank: int) -> dict[str, Any]:
-        return {**super()._reachable(rank), "remote_works": rank not in self.unreached}
-
-    def fails(self, *ranks: int, works: bool = False) -> None:
-        """Report that the remote tier does not answer these ranks, by default all ranks.
-
-        If `works`, report that the remote tier answers again.
-        """
-        for rank in ranks or self.ranks:
-            (self.unreached.discard if works else self.unreached.add)(rank)
-            self._tell_report(rank)
-
-    def evicted(self) -> int:
-        """Return how many blocks the host has evicted, not counting blocks that came from the remote tier."""
-        return super().evicted() - self.copied(Direction.LOAD)
-
-    def copied(self, direction: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
-        """Return how many blocks have been copied to or from the remote tier with this outcome."""
-        return self.copies_of(Tier.REMOTE, direction, outcome)
-
-    def remote_jobs(self, direction: Direction) -> list[JobId]:
-        return self.jobs_of(Tier.REMOTE, direction)
-
     def in_store(self, text: str, rank: int = 0) -> str:
         """Return one character for each block of a text: "x" if the remote tier has the block, otherwise "."."""
         namespace = self.remote.namespace
@@ -209,8 +185,7 @@ class RemoteWorld(LowerWorld):
         self.serve("first", text)
         self.serve("again", text)
         for _ in range(10):
-            self.idle_step()
-            self.finish()
+            self.copy_all()
 
 
 class TieredWorld(DiskWorld, RemoteWorld):

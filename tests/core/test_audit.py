@@ -170,8 +170,7 @@ def test_the_audit_at_rest_reports_what_is_left(invariant: str) -> None:
 @pytest.mark.parametrize("invariant", ON_DISK)
 def test_the_audit_at_rest_reports_what_disk_copies_have_left(invariant: str) -> None:
     breaks, reported = ON_DISK[invariant]
-    world = DiskWorld(host=16)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=16)
     assert is_at_rest(world)
     disk = world.core.state.disk
     assert disk is not None
@@ -182,8 +181,7 @@ def test_the_audit_at_rest_reports_what_disk_copies_have_left(invariant: str) ->
 
 
 def test_at_rest_no_slot_is_scanned() -> None:
-    world = DiskWorld(host=16)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=16)
     disk = world.core.state.disk
     assert disk is not None
     disk.has_block[next(iter(disk.pool.index.values()))] = 0
@@ -216,7 +214,7 @@ def test_a_spill_that_timed_out_may_keep_its_pins_at_rest() -> None:
     world.serve("first", TEXT)
     world.serve("again", TEXT, drains=False)
     world.idle_step()
-    (spill,) = world.disk_jobs(Direction.STORE)
+    (spill,) = world.tier_jobs(Direction.STORE)
     world.overdue(spill)
     assert is_at_rest(world)
     assert world.core.state.pool.pins

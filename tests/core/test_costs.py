@@ -29,8 +29,7 @@ def crowded(idle: int, policy: str) -> tuple[World, Req]:
         if number % 4:
             world.admit(request)
     world.step()
-    world.step()
-    world.finish()
+    world.step_and_copy()
     busy = world.admitted("busy", TEXT)
     for _ in range(4):
         world.step(busy)

@@ -19,27 +19,12 @@ from kvoffload.model.events import (
     DiskOpened,
     LookupDeferred,
 )
-from kvoffload.model.ids import JobId
-from kvoffload.model.wire import Direction
 from tests.core.disk_world import DiskWorld
-from tests.core.world import CORRUPT, DONE, FAILED, keys_of
+from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
+from tests.core.world import FAILED, keys_of
 
-LOAD, STORE = Direction.LOAD, Direction.STORE
-# Four blocks; a lookup returns at most three, because the engine must compute the last token.
-TEXT = "abcdefghijklmnop"
-OTHER = "ABCDEFGHIJKLMNOP"
 OTHERS = [OTHER, OTHER.lower()[::-1], OTHER[::-1]]
-
-
-@pytest.mark.parametrize(
-    ("after_hits", "found"), [(0, "xxxx xxxx xxxx"), (1, ".... xxx. xxx."), (2, ".... .... xxx.")]
-)
-def test_only_blocks_found_the_configured_number_of_times_are_spilled(after_hits: int, found: str) -> None:
-    world = DiskWorld(after_hits=after_hits)
-    for number, on_disk in enumerate(found.split()):
-        world.serve_again(f"time {number}", TEXT)
-        assert world.on_disk(TEXT) == on_disk
-    assert world.on_host(TEXT) == "xxxx"
+THIRD = "0123456789abcdef"
 
 
 def test_host_hits_and_device_hits_both_count_for_spilling() -> None:
@@ -47,12 +32,11 @@ def test_host_hits_and_device_hits_both_count_for_spilling() -> None:
     world.serve("once", TEXT)
     world.device.forget_keys()
     world.serve_again("again", TEXT)
-    assert world.on_disk(TEXT) == "xxx."
+    assert world.below(TEXT) == "xxx."
 
 
 def test_blocks_of_a_request_that_must_not_persist_are_neither_spilled_nor_found() -> None:
-    world = DiskWorld()
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT)
     world.persists = False
     before = dict(world.index)
     alone = world.add("alone", TEXT)
@@ -63,21 +47,6 @@ def test_blocks_of_a_request_that_must_not_persist_are_neither_spilled_nor_found
     world.serve("own", OTHER)
     world.serve_again("own again", OTHER)
     assert world.index == before
-
-
-def test_blocks_only_on_the_disk_are_fetched_and_then_loaded() -> None:
-    world = DiskWorld(host=8)
-    world.only_on_disk(TEXT)
-    assert (world.on_host(TEXT), world.on_disk(TEXT)) == ("....", "xxx.")
-    request = world.add("late", TEXT)
-    assert world.lookup(request) is None
-    assert world.reported(LookupDeferred)[-1] == LookupDeferred(request.name, None)
-    world.idle_step()
-    assert world.lookup(request) is None
-    world.finish()
-    assert world.on_host(TEXT) == "xx.."  # a fetch may fill a quarter of the host
-    assert world.admit(request) == 8
-    world.load_and_run(request)
 
 
 def searches_of(module: str, monkeypatch: pytest.MonkeyPatch) -> list[Match]:
@@ -95,8 +64,7 @@ def searches_of(module: str, monkeypatch: pytest.MonkeyPatch) -> list[Match]:
 def test_a_lookup_that_waits_for_a_fetch_does_not_search_before_the_fetch_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = DiskWorld(host=16)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=16)
     request, shares = world.add("late", TEXT), world.add("shares", TEXT)
     searches = searches_of("loads", monkeypatch)
     assert [world.lookup(request) for _ in range(5)] == [None] * 5
@@ -107,8 +75,7 @@ def test_a_lookup_that_waits_for_a_fetch_does_not_search_before_the_fetch_has_en
     assert world.lookup(request, may_wait=False) == 0
     assert world.lookup(request) is None
     assert len(world.reported(LookupDeferred)) == 3  # a wait after an answer counts as a new wait
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     assert world.admit(request) == 12
     world.load_and_run(request)
 
@@ -116,8 +83,7 @@ def test_a_lookup_that_waits_for_a_fetch_does_not_search_before_the_fetch_has_en
 def test_no_tier_is_searched_for_a_new_request_whose_next_block_is_on_no_tier(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    world = DiskWorld(host=16)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=16)
     world.serve("head", OTHER[:9])
     searches = searches_of("tier_copies", monkeypatch)
     world.add("late", OTHER)
@@ -126,30 +92,26 @@ def test_no_tier_is_searched_for_a_new_request_whose_next_block_is_on_no_tier(
 
 def test_a_head_that_the_host_lost_before_its_tail_is_fetched_by_the_lookup() -> None:
     world = DiskWorld(host=16)
-    world.serve("once", TEXT)
-    world.serve_again("again", TEXT)
+    world.serve_twice(TEXT)
     world.device.forget_keys()
     world.core.state.pool.invalidate(world.core.state.pool.index[keys_of(TEXT, world.groups[0])[0]])
-    request = world.fetched("late", TEXT)
-    assert world.lookup(request) == 12
+    assert world.lookup(world.fetched("late")) == 12
 
 
 def test_a_lookup_does_not_wait_for_a_fetch_that_the_device_has_overtaken() -> None:
-    world = DiskWorld(host=16)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=16)
     late, impatient = world.add("late", TEXT), world.add("impatient", TEXT)
     assert world.lookup(late) is None
     assert world.admit(impatient, may_wait=False) == 0
     world.run(impatient)
-    assert world.disk_jobs(LOAD)
+    assert world.tier_jobs(LOAD)
     assert world.lookup(late) == 0
     world.finish()
 
 
 @pytest.mark.parametrize("trouble", ["its load failed", "copies stall"])
 def test_a_request_that_cannot_load_does_not_wait_for_a_fetch(trouble: str) -> None:
-    world = DiskWorld(host=16)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=16)
     request, state = world.add("late", TEXT), world.core.state
     assert world.lookup(request) is None
     if trouble == "copies stall":
@@ -161,131 +123,58 @@ def test_a_request_that_cannot_load_does_not_wait_for_a_fetch(trouble: str) -> N
     world.finish()
 
 
-def test_a_lookup_that_waits_for_a_fetch_pins_nothing() -> None:
-    world = DiskWorld(host=16)
-    world.only_on_disk(TEXT)
+def test_a_prefixs_blocks_on_the_host_are_kept_without_a_pin_while_the_rest_is_fetched() -> None:
+    world = DiskWorld.holding(TEXT, host=16)
     world.serve("head", TEXT[:9])
     world.device.forget_keys()
     request = world.add("late", TEXT)
     assert world.lookup(request, may_wait=False) == 8
-    assert world.core.state.pool.count(SlotState.PINNED) == 2
+    assert world.count(SlotState.PINNED) == 2
     assert world.lookup(request) is None
-    assert world.core.state.pool.count(SlotState.PINNED) == 0
-    world.finish()
-
-
-def test_a_prefixs_blocks_on_the_host_are_kept_while_the_rest_is_fetched() -> None:
-    world = DiskWorld(host=16)
-    world.only_on_disk(TEXT)
-    world.serve("head", TEXT[:9])
-    world.device.forget_keys()
-    request = world.add("late", TEXT)
-    world.lookup(request)
-    assert world.on_host(TEXT)[:2] == "xx"
-    world.idle_step()
-    world.finish()
+    assert (world.on_host(TEXT)[:2], world.count(SlotState.PINNED)) == ("xx", 0)
+    world.copy_all()
     assert world.admit(request) == 12
 
 
-def test_r14_one_prefix_on_the_disk_is_fetched_once() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
-    requests = [world.add(f"late{number}", TEXT) for number in range(4)]
-    assert [world.lookup(each) for each in requests] == [None] * 4
-    world.idle_step()
-    assert [world.lookup(each) for each in requests] == [None] * 4
-    assert len(world.disk_jobs(LOAD)) == 1
-    world.finish()
-    assert world.admit(requests[0]) == 12
-    assert world.disk_copies(LOAD, TierOutcome.DONE) == 3
-
-
 def test_without_deferred_lookups_the_next_request_finds_the_fetched_blocks() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=32)
     first = world.add("first", TEXT)
     assert world.admit(first, may_wait=False) == 0
     assert world.miss() is MissCause.ON_DISK
     world.load_and_run(first)
-    world.end(first)
-    world.drain()
+    world.end_and_drain(first)
     world.device.forget_keys()
     assert world.admit(world.add("second", TEXT), may_wait=False) == 12
 
 
 def test_fetches_fill_at_most_a_quarter_of_the_host_and_start_with_heads() -> None:
-    world = DiskWorld(host=16, disk=64)
     texts = [letter * 17 for letter in "abc"]
-    world.only_on_disk(*texts)
+    world = DiskWorld.holding(*texts, host=16, disk=64)
     requests = [world.add(f"late{number}", text) for number, text in enumerate(texts)]
     for request in requests:
         world.lookup(request)
     assert world.disk.fetching == 4
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     assert world.on_host(texts[0]) == "xxxx"
     assert [world.on_host(text) for text in texts[1:]] == ["....", "...."]
     assert world.lookup(requests[1]) is None
-    assert world.disk_jobs(LOAD) == []
-    world.idle_step()
-    world.finish()
+    assert world.tier_jobs(LOAD) == []
+    world.copy_all()
     assert world.on_host(texts[1]) == "xxxx"
-
-
-def test_one_request_fetches_a_quarter_of_the_host_and_computes_the_rest() -> None:
-    world = DiskWorld(host=16, disk=64)
-    text = "abcdefghij" * 5
-    world.only_on_disk(text)
-    assert "." not in world.on_disk(text)[:5]
-    request = world.fetched("late", text)
-    assert world.admit(request) == 16
-    assert world.miss() is MissCause.ON_DISK
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------
 
 
-def spilling(world: DiskWorld) -> JobId:
-    """Serve a text twice, which starts a spill of its blocks; return the spill's job."""
-    world.serve("once", TEXT)
-    world.serve("again", TEXT, drains=False)
-    world.idle_step()
-    [job] = world.disk_jobs(STORE)
-    return job
-
-
-def test_r4_a_block_is_on_the_disk_when_every_rank_has_written_it() -> None:
-    world = DiskWorld(ranks=2)
-    job = spilling(world)
-    assert world.count(SlotState.PINNED) == 3
-    world.report(0, job)
-    assert (world.on_disk(TEXT), world.index) == ("....", {})
-    assert world.count(SlotState.PINNED) == 3
-    world.report(1, job)
-    assert world.on_disk(TEXT) == "xxx."
-    assert len(world.index) == 3
-    assert world.count(SlotState.PINNED) == 0
-
-
-def test_r4_one_rank_that_cannot_write_fails_the_spill() -> None:
-    world = DiskWorld(ranks=2)
-    job = spilling(world)
-    world.report(0, job, FAILED)
-    world.report(1, job)
-    assert (world.on_disk(TEXT), world.index) == ("....", {})
-    assert world.disk_copies(STORE, TierOutcome.FAILED) == 3
-    assert world.disk.pool.room == 32
-
-
 def test_r17_changed_host_bytes_are_not_written_and_their_slots_are_quarantined() -> None:
     world = DiskWorld(ranks=2)
-    job = spilling(world)
+    job = world.spilling()
     bad = world.copies[job].job.slots[1]
     world.rot(1, bad)
     world.report(0, job)
     world.report(1, job)
-    assert world.disk_copies(STORE, TierOutcome.CORRUPT) == 3
-    assert (world.on_disk(TEXT), world.index) == ("....", {})
+    assert world.copied(STORE, TierOutcome.CORRUPT) == 3
+    assert (world.below(TEXT), world.index) == ("....", {})
     assert world.on_host(TEXT) == "x.xx"
     assert world.core.state.pool.state(bad) is SlotState.QUARANTINED
     assert world.disk.pool.room == 32
@@ -296,43 +185,38 @@ def test_r17_changed_host_bytes_are_not_written_and_their_slots_are_quarantined(
 
 
 def test_r17_a_slot_is_invalidated_before_it_is_written_again() -> None:
-    world = DiskWorld(disk=3)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, disk=3)
     assert len(world.index) == 3
     world.serve("other", OTHER)
     world.serve("other again", OTHER, drains=False)
     world.idle_step()
     assert world.index == {}
     world.settle()
-    assert (world.on_disk(TEXT), world.on_disk(OTHER)) == ("....", "xxx.")
+    assert (world.below(TEXT), world.below(OTHER)) == ("....", "xxx.")
     assert world.reported(DiskBlocksEvicted) == [DiskBlocksEvicted(3, EvictionCause.SPACE)]
 
 
 def test_a_slot_under_a_hanging_write_is_never_allocated_again() -> None:
     world = DiskWorld(disk=4)
-    job = spilling(world)
+    job = world.spilling()
     world.report(0, job, FAILED, stuck=(1,))
     world.settle()
     assert world.disk.pool.room == 3
 
 
 def test_r16_a_host_slot_under_a_hanging_read_is_never_allocated_again() -> None:
-    world = DiskWorld(ranks=2, host=32)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, ranks=2, host=32)
     room = world.core.state.pool.room
-    world.lookup(world.add("late", TEXT))
-    world.idle_step()
-    [job] = [number for number in world.open_jobs() if world.copies[number].job.direction is LOAD]
+    _, job = world.fetching()
     world.report(0, job, FAILED, stuck=(1, 2))
     world.report(1, job, FAILED, stuck=(2,))
     world.settle()
-    assert world.core.state.pool.count(SlotState.QUARANTINED) == 2
+    assert world.count(SlotState.QUARANTINED) == 2
     assert world.core.state.pool.room == room - 2
 
 
 def test_a_fetch_creates_no_reference_cycles() -> None:
-    world = DiskWorld(host=16)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=16)
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -350,74 +234,37 @@ def test_a_fetch_creates_no_reference_cycles() -> None:
 
 
 def test_r17_corrupt_bytes_are_removed_and_never_served() -> None:
-    world = DiskWorld(ranks=2, host=32)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, ranks=2, host=32)
     world.spoil(1, TEXT[:12])
-    request = world.fetched("late", TEXT)
-    assert world.disk_copies(LOAD, TierOutcome.CORRUPT) == 3
-    assert world.on_disk(TEXT) == "xx.."
+    request = world.fetched("late")
+    assert world.copied(LOAD, TierOutcome.CORRUPT) == 3
+    assert world.below(TEXT) == "xx.."
     assert world.admit(request) == 0
     world.run(request)
     next_one = world.add("next", TEXT)
-    assert len(world.index) == 2
     world.device.forget_keys()
     world.lookup(next_one)
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     assert world.admit(next_one) in (8, 12)
 
 
-def test_after_a_failed_fetch_its_request_starts_no_other() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
-    request = world.add("late", TEXT)
-    world.lookup(request)
-    world.idle_step()
-    [job] = world.disk_jobs(LOAD)
-    world.report(0, job, FAILED)
-    assert world.admit(request) == 0
-    assert world.on_disk(TEXT) == "xxx."
-    assert world.disk_jobs(LOAD) == []
-    other = world.add("other", TEXT)
-    assert world.lookup(other) is None
-
-
-def test_a_failing_disk_gets_no_jobs() -> None:
-    world = DiskWorld(ranks=2, host=32)
-    world.only_on_disk(TEXT)
-    world.disk_fails(1)
-    request = world.add("late", TEXT)
-    assert world.lookup(request) == 0
-    world.serve("other", OTHER)
-    world.serve("other again", OTHER, drains=False)
-    world.idle_step()
-    assert world.copies == {}
-    world.disk_fails(1, works=True)
-    assert world.lookup(request) is None
-
-
 def test_r16_a_hanging_disk_gets_no_jobs_until_it_has_answered() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
-    request = world.add("late", TEXT)
-    world.lookup(request)
-    world.idle_step()
-    [job] = world.disk_jobs(LOAD)
+    world = DiskWorld.holding(TEXT, host=32)
+    request, job = world.fetching()
     slots = world.copies[job].job.slots
     world.overdue(job)
     assert world.admit(request) == 0
     assert world.lookup(world.add("next", TEXT)) == 0, "a disk that does not answer is asked again"
     world.report(0, job)
     assert world.lookup(world.add("third", TEXT)) is None
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     world.run(request)
     assert {world.core.state.pool.state(slot) for slot in slots} == {SlotState.QUARANTINED}
 
 
 def test_r16_disk_slots_of_a_spill_that_no_rank_reports_are_abandoned() -> None:
     world = DiskWorld(disk=4)
-    job = spilling(world)
+    job = world.spilling()
     world.overdue(job)
     assert world.disk.pool.room == 1
     world.report(0, job)
@@ -429,62 +276,52 @@ def test_r16_disk_slots_of_a_spill_that_no_rank_reports_are_abandoned() -> None:
 
 
 def test_spills_wait_for_loads_and_fetches() -> None:
-    world = DiskWorld(host=16)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=16)
     world.serve("other", OTHER)
     world.serve("other again", OTHER, drains=False)
     request = world.add("late", TEXT)
     world.lookup(request)
     world.idle_step()
-    assert (len(world.disk_jobs(LOAD)), world.disk_jobs(STORE)) == (1, [])
+    assert (len(world.tier_jobs(LOAD)), world.tier_jobs(STORE)) == (1, [])
     world.finish()
     world.idle_step()
-    assert len(world.disk_jobs(STORE)) == 1
+    assert len(world.tier_jobs(STORE)) == 1
 
 
 def gathering() -> DiskWorld:
     """Return a world with a running request and three spill candidates, which wait to share a job."""
     world = DiskWorld(host=64, disk=64)
-    world.serve("first", TEXT)
-    world.serve_again("first again", TEXT)
+    world.serve_twice(TEXT)
     for text in OTHERS:
         world.serve(text, text)
     world.add("runs on", "?")
     world.serve("again", OTHERS[0], drains=False)
     world.idle_step()
-    assert (len(world.disk.candidates), world.disk_jobs(STORE)) == (3, [])
+    assert (len(world.disk.candidates), world.tier_jobs(STORE)) == (3, [])
     return world
 
 
-def test_few_spill_candidates_wait_for_more() -> None:
+@pytest.mark.parametrize(
+    ("until", "blocks"), [("more come", 8), ("many steps have passed", 3), ("no request is left", 3)]
+)
+def test_few_spill_candidates_wait_until_a_job_is_worth_it(until: str, blocks: int) -> None:
     world = gathering()
-    for text in OTHERS[1:]:
-        assert world.disk_jobs(STORE) == []
-        world.serve(f"{text} again", text, drains=False)
-    world.idle_step()
-    [job] = world.disk_jobs(STORE)
-    assert len(world.copies[job].job.slots) == 8
-
-
-def test_few_spill_candidates_wait_for_a_limited_number_of_steps() -> None:
-    world = gathering()
-    for _ in range(MOST_STEPS):
-        world.idle_step()
-    [job] = world.disk_jobs(STORE)
-    assert len(world.copies[job].job.slots) == 3
-
-
-def test_few_spill_candidates_do_not_wait_without_requests() -> None:
-    world = gathering()
-    world.end(world.requests["runs on"])
-    world.idle_step()
-    assert len(world.disk_jobs(STORE)) == 1
+    if until == "more come":
+        for text in OTHERS[1:]:
+            assert world.tier_jobs(STORE) == []
+            world.serve(f"{text} again", text, drains=False)
+    elif until == "many steps have passed":
+        for _ in range(MOST_STEPS - 1):
+            world.idle_step()
+    else:
+        world.end(world.requests["runs on"])
+    assert len(world.copies[world.start_job(STORE)].job.slots) == blocks
 
 
 def test_blocks_evicted_before_their_spill_are_counted() -> None:
     world = DiskWorld(host=4)
     world.serve("once", TEXT)
-    world.disk_fails()
+    world.fails()
     world.serve("again", TEXT, drains=False)
     world.empty_host()
     behind = [
@@ -494,8 +331,7 @@ def test_blocks_evicted_before_their_spill_are_counted() -> None:
 
 
 def test_a_block_computed_during_its_fetch_uses_one_slot() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=32)
     waiting = world.add("waiting", TEXT)
     assert world.lookup(waiting) is None
     world.idle_step()
@@ -503,37 +339,18 @@ def test_a_block_computed_during_its_fetch_uses_one_slot() -> None:
     world.admit(hasty, may_wait=False)
     world.run(hasty)
     world.finish()
-    world.end(hasty)
-    world.drain()
+    world.end_and_drain(hasty)
     assert world.on_host(TEXT) == "xxxx"
 
 
 # -- reset and restart ------------------------------------------------------------------------------------------
 
 
-def test_r10_nothing_on_the_disk_is_found_after_a_reset() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
-    fetching = world.add("late", TEXT)
-    world.lookup(fetching)
-    world.idle_step()
+def test_r10_the_next_engine_finds_nothing_from_before_a_reset() -> None:
+    world = DiskWorld.holding(TEXT, host=32)
     world.reset()
-    assert world.lookup(fetching) == 0
-    world.finish()
-    assert (world.on_host(TEXT), world.on_disk(TEXT)) == ("....", "....")
     again = DiskWorld(host=32, before=world)
     assert again.lookup(again.add("later", TEXT)) == 0
-
-
-@pytest.mark.parametrize("corrupt", [(), (0, 1, 2)])
-def test_r10_a_spill_that_runs_during_a_reset_is_not_found_later(corrupt: tuple[int, ...]) -> None:
-    world = DiskWorld()
-    job = spilling(world)
-    world.reset()
-    world.report(0, job, CORRUPT if corrupt else DONE, corrupt)
-    assert (world.on_disk(TEXT), world.index) == ("....", {})
-    assert world.disk.pool.room == 32
-    assert world.core.state.pool.count(SlotState.QUARANTINED) == 0
 
 
 def test_r10_a_spill_planned_before_a_reset_is_cancelled() -> None:
@@ -549,57 +366,38 @@ def test_r10_a_spill_planned_before_a_reset_is_cancelled() -> None:
 
 
 def test_r18_the_next_engine_finds_all_put_blocks() -> None:
-    first = DiskWorld(ranks=2)
-    first.only_on_disk(TEXT, OTHER)
+    first = DiskWorld.holding(TEXT, OTHER, ranks=2)
     second = DiskWorld(ranks=2, before=first)
     request = second.fetched("late", TEXT)
     assert second.admit(request) == 12
     second.load_and_run(request)
     third = DiskWorld(ranks=2, before=second)
-    assert (third.on_disk(TEXT), third.on_disk(OTHER)) == ("xxx.", "xxx.")
+    assert (third.below(TEXT), third.below(OTHER)) == ("xxx.", "xxx.")
 
 
 def test_the_next_engine_evicts_the_most_recently_read_blocks_last() -> None:
-    first = DiskWorld(host=32, disk=6)
-    first.only_on_disk(TEXT, OTHER)
-    first.fetched("late", TEXT)
+    first = DiskWorld.holding(TEXT, OTHER, host=32, disk=6)
+    first.fetched("late")
     second = DiskWorld(before=first, disk=6)
-    third = "0123456789abcdef"
-    second.serve("third", third)
-    second.serve_again("third again", third)
-    assert (second.on_disk(TEXT), second.on_disk(OTHER), second.on_disk(third)) == ("xxx.", "....", "xxx.")
+    second.serve_twice(THIRD)
+    assert (second.below(TEXT), second.below(OTHER), second.below(THIRD)) == ("xxx.", "....", "xxx.")
 
 
 def test_a_smaller_disk_keeps_the_most_recently_used_blocks_of_all_slots() -> None:
-    first = DiskWorld(disk=6)
-    first.only_on_disk(TEXT, OTHER)
+    first = DiskWorld.holding(TEXT, OTHER, disk=6)
     assert sorted(first.index) == list(range(6))
     second = DiskWorld(before=first, disk=4)
     assert second.reported(DiskOpened) == [DiskOpened(4, 4)]
-    assert (second.on_disk(TEXT), second.on_disk(OTHER)) == ("x...", "xxx.")
+    assert (second.below(TEXT), second.below(OTHER)) == ("x...", "xxx.")
     assert second.disk.pool.room == 4
-    third = "0123456789abcdef"
-    second.serve("third", third)
-    second.serve_again("third again", third)
-    assert (second.on_disk(TEXT), second.on_disk(OTHER), second.on_disk(third)) == ("....", "x...", "xxx.")
+    second.serve_twice(THIRD)
+    assert (second.below(TEXT), second.below(OTHER), second.below(THIRD)) == ("....", "x...", "xxx.")
 
 
 def test_misses_before_the_index_is_read_have_their_own_cause() -> None:
-    first = DiskWorld()
-    first.only_on_disk(TEXT)
+    first = DiskWorld.holding(TEXT)
     second = DiskWorld(before=first, opens=False)
     request = second.add("early", TEXT)
     second.index.clear()
     assert second.admit(request) == 0
     assert second.miss() is MissCause.TIER_OPENING
-
-
-def test_after_a_broken_invariant_the_disk_is_not_used() -> None:
-    world = DiskWorld()
-    job = spilling(world)
-    world.degrade()
-    world.report(0, job, DONE)
-    assert world.index == {}
-    world.serve("late", TEXT)
-    world.idle_step()
-    assert world.copies == {}

@@ -7,6 +7,7 @@ host may have, which answers a lookup may give, and that all counts add up.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -45,37 +46,19 @@ RARELY = st.sampled_from([False, False, False, True])
 
 
 class Everything(RuleBasedStateMachine):
-    @initialize(
-        groups=st.sampled_from(SHAPES),
-        ranks=st.integers(1, 2),
-        device=st.integers(24, 40),
-        host=st.integers(1, 20),
-        policy=st.sampled_from(["eager", "lazy"]),
-        least=st.sampled_from([0, 0, 8]),
-        tokens=st.sampled_from([4, 8]),
-        report_every=st.sampled_from([1, 1, 3]),
-    )
-    def start(
-        self,
-        groups: tuple[GroupSpec, ...],
-        ranks: int,
-        device: int,
-        host: int,
-        policy: str,
-        least: int,
-        tokens: int,
-        report_every: int,
-    ) -> None:
-        self.world = World(
-            *groups,
-            ranks=ranks,
-            device=device,
-            host=host,
-            policy=policy,
-            least=least,
-            step_tokens=tokens,
-            report_every=report_every,
-        )
+    ENGINES: ClassVar = {
+        "ranks": st.integers(1, 2),
+        "device": st.integers(24, 40),
+        "host": st.integers(1, 20),
+        "policy": st.sampled_from(["eager", "lazy"]),
+        "least": st.sampled_from([0, 0, 8]),
+        "step_tokens": st.sampled_from([4, 8]),
+        "report_every": st.sampled_from([1, 1, 3]),
+    }
+
+    @initialize(groups=st.sampled_from(SHAPES), data=st.data())
+    def start(self, groups: tuple[GroupSpec, ...], data: st.DataObject) -> None:
+        self.world = self._make_world(groups, data.draw(st.fixed_dictionaries(self.ENGINES)))
         self.may_have: set[BlockKey] = set()
         self.arriving: dict[JobId, tuple[set[int], list[BlockKey], int]] = {}
         self.names = 0
@@ -256,6 +239,9 @@ class Everything(RuleBasedStateMachine):
         assert counted.total("kvoffload_lookup_blocks_total") == looked_up
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _make_world(self, groups: tuple[GroupSpec, ...], settings: dict[str, Any]) -> World:
+        return World(*groups, **settings)
 
     def those(self, state: str) -> list[Req]:
         return [each for each in self.live if each.state == state]

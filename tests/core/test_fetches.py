@@ -7,17 +7,14 @@ import pytest
 from kvoffload.core.jobs import Jobs, Owner, Spill
 from kvoffload.core.machine import SlotState
 from kvoffload.core.tiers import LowerTier
-from kvoffload.model.causes import MissCause, TierOutcome
+from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import LookupDeferred, TierCopyScheduled
+from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId, SlotId
-from kvoffload.model.wire import Direction, Tier
+from kvoffload.model.wire import Tier
 from tests.core.disk_world import DiskWorld
+from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
 from tests.core.world import full, key_at, recurrent, window
-
-LOAD, STORE = Direction.LOAD, Direction.STORE
-# Four blocks; a lookup returns at most three, because the engine must compute the last token.
-TEXT = "abcdefghijklmnop"
-OTHER = "ABCDEFGHIJKLMNOP"
 
 
 def fetches(world: DiskWorld) -> list[TierCopyScheduled]:
@@ -28,18 +25,15 @@ def fetches(world: DiskWorld) -> list[TierCopyScheduled]:
 
 
 def test_a_fetch_begins_when_its_request_arrives() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=32)
     request = world.add("late", TEXT)
     assert [(each.blocks, each.request, each.tokens) for each in fetches(world)] == [(3, request.name, 12)]
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     assert world.admit(request) == 12
 
 
 def test_an_arrival_fetches_no_block_that_is_on_the_device_or_host() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT, OTHER)
+    world = DiskWorld.holding(TEXT, OTHER, host=32)
     world.serve("on the device", TEXT)
     world.settle()
     before = len(fetches(world))
@@ -48,67 +42,49 @@ def test_an_arrival_fetches_no_block_that_is_on_the_device_or_host() -> None:
 
 
 def test_an_arrival_fetches_blocks_that_follow_a_device_hit() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=32)
     [block] = world.device.hand_out(1)
     world.device.name(block, key_at(TEXT, 4))
     world.add("late", TEXT)
     assert fetches(world)[-1].blocks == 2
 
 
-def test_an_arrival_fetches_window_blocks_and_states() -> None:
-    for group in (window(6, group=1), recurrent(group=1)):
-        world = DiskWorld(full(), group, host=64, disk=64)
-        world.only_on_disk(TEXT)
-        before = len(fetches(world))
-        request = world.add("late", TEXT)
-        assert len(fetches(world)) == before + 1
-        world.idle_step()
-        world.finish()
-        assert world.admit(request)
-        assert len(fetches(world)) == before + 1
-
-
-def test_no_block_is_fetched_for_tokens_that_must_be_computed() -> None:
-    world = DiskWorld(host=32, least=13)
-    world.only_on_disk(TEXT)
+@pytest.mark.parametrize("group", [window(6, group=1), recurrent(group=1)])
+def test_an_arrival_fetches_window_blocks_and_states(group: GroupSpec) -> None:
+    world = DiskWorld.holding(TEXT, groups=(full(), group), host=64, disk=64)
+    before = len(fetches(world))
     request = world.add("late", TEXT)
-    assert world.admit(request) == 0
-    own = world.add("opted out", TEXT, reads_cache=False)
-    assert world.admit(own) == 0
-    assert fetches(world) == []
+    assert len(fetches(world)) == before + 1
+    world.copy_all()
+    assert world.admit(request)
+    assert len(fetches(world)) == before + 1
 
 
 def test_a_request_that_ends_before_its_lookup_cancels_its_fetch() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=32)
     request = world.add("late", TEXT)
     world.end(request)
-    assert world.disk_copies(LOAD, TierOutcome.CANCELLED) == 3
+    assert world.copied(LOAD, TierOutcome.CANCELLED) == 3
     assert world.idle_step().disk == ()
     assert world.copies == {}
-    assert world.on_disk(TEXT) == "xxx."
+    assert world.below(TEXT) == "xxx."
 
 
 def test_a_submitted_fetch_is_cancelled_and_its_blocks_are_not_found() -> None:
-    world = DiskWorld(ranks=2, host=32)
-    world.only_on_disk(TEXT)
-    request = world.add("late", TEXT)
-    world.idle_step()
-    [job] = world.disk_jobs(LOAD)
+    world = DiskWorld.holding(TEXT, ranks=2, host=32)
+    request, job = world.fetching()
     world.end(request)
     assert world.idle_step().cancelled == (job,)
     assert world.idle_step().cancelled == ()
     world.report(0, job)
     assert world.count(SlotState.DRAINING) == 3
     world.report(1, job)
-    assert (world.on_host(TEXT), world.on_disk(TEXT)) == ("....", "xxx.")
+    assert (world.on_host(TEXT), world.below(TEXT)) == ("....", "xxx.")
     assert world.count(SlotState.DRAINING) == 0
 
 
 def test_a_fetch_that_another_request_waits_for_continues() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=32)
     first, second = world.add("first", TEXT), world.add("second", TEXT)
     assert world.lookup(second) is None
     world.end(first)
@@ -119,15 +95,14 @@ def test_a_fetch_that_another_request_waits_for_continues() -> None:
 
 def test_a_request_waits_once_for_the_fetches_of_others() -> None:
     text = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ"
-    world = DiskWorld(host=64)
-    world.only_on_disk(text)
+    world = DiskWorld.holding(text, host=64)
     for blocks in range(1, 9):
         world.add(f"{blocks} blocks", text[: 4 * blocks + 1])
     assert [each.blocks for each in fetches(world)] == [1] * 8
     request = world.add("late", text)
     assert world.lookup(request) is None
     world.idle_step()
-    for job in world.disk_jobs(LOAD)[:-1]:
+    for job in world.tier_jobs(LOAD)[:-1]:
         world.report(0, job)
         assert world.lookup(request) is None
     assert len(world.reported(LookupDeferred)) == 1
@@ -136,41 +111,28 @@ def test_a_request_waits_once_for_the_fetches_of_others() -> None:
 
 
 def test_a_fetch_continues_after_its_request_was_admitted() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=32)
     hasty = world.add("hasty", TEXT)
     world.admit(hasty, may_wait=False)
     world.step()
     world.end(hasty)
     world.finish()
-    assert world.disk_copies(LOAD, TierOutcome.DONE) == 3
+    assert world.copied(LOAD) == 3
 
 
-def test_a_disk_hit_shorter_than_the_break_even_is_computed() -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
-    world.least_from[Tier.DISK] = 13
-    world.lookup(world.add("first", "unknown"))
-    request = world.add("late", TEXT)
-    assert world.admit(request) == 0
-    assert world.miss() is MissCause.ON_DISK
-    assert fetches(world) == []
-    world.least_from[Tier.DISK] = 12
-    assert world.lookup(world.add("next", TEXT)) is None
-
-
-@pytest.mark.parametrize(("least", "count"), [(12, 1), (13, 0)])
-def test_an_arrival_fetches_no_hit_shorter_than_the_configured_minimum(least: int, count: int) -> None:
-    world = DiskWorld(host=32, least=least)
-    world.only_on_disk(TEXT)
-    world.add("late", TEXT)
+@pytest.mark.parametrize(("least", "reads_cache", "count"), [(12, True, 1), (13, True, 0), (0, False, 0)])
+def test_an_arrival_fetches_no_hit_that_its_request_may_not_load(
+    least: int, reads_cache: bool, count: int
+) -> None:
+    world = DiskWorld.holding(TEXT, host=32, least=least)
+    request = world.add("late", TEXT, reads_cache=reads_cache)
     assert len(fetches(world)) == count
+    assert world.lookup(request) == (None if count else 0)
 
 
 @pytest.mark.parametrize(("least", "answer"), [(12, None), (13, 0)])
 def test_a_lookup_fetches_no_hit_shorter_than_the_measured_minimum(least: int, answer: int | None) -> None:
-    world = DiskWorld(host=32)
-    world.only_on_disk(TEXT)
+    world = DiskWorld.holding(TEXT, host=32)
     world.least_from[Tier.DISK] = 13  # so that the request's arrival starts no fetch
     world.lookup(world.add("first", "unknown"))
     request = world.add("late", TEXT)
@@ -181,29 +143,25 @@ def test_a_lookup_fetches_no_hit_shorter_than_the_measured_minimum(least: int, a
 # -- before any request -----------------------------------------------------------------------------------------
 
 
-def restarted(before: DiskWorld, *, host: int, disk: int = 32) -> DiskWorld:
-    world = DiskWorld(before=before, host=host, disk=disk)
-    world.settle()
-    return world
+def restarted(*texts: str, host: int = 16, disk: int = 32, **settings: bool) -> DiskWorld:
+    """Return the next engine on the disk of an engine that left these texts there."""
+    first = DiskWorld.holding(*texts, host=16, disk=disk)
+    return DiskWorld(before=first, host=host, disk=disk, **settings)
 
 
 def test_a_restart_fetches_the_most_recently_used_blocks() -> None:
-    first = DiskWorld(host=16)
-    first.only_on_disk(TEXT, OTHER)
-    world = restarted(first, host=16)
+    world = restarted(TEXT, OTHER)
+    world.settle()
     assert (world.on_host(TEXT), world.on_host(OTHER)) == ("x...", "xxx.")
     assert {each.request for each in fetches(world)} == {None}
     assert world.admit(world.add("late", OTHER)) == 12
 
 
 def test_a_warm_start_keeps_the_eviction_order_of_host_and_disk() -> None:
-    first = DiskWorld(host=16, disk=6)
-    first.only_on_disk(TEXT, OTHER)
-    third = "0123456789abcdef"
-    world = restarted(first, host=16, disk=6)
-    world.serve("third", third)
-    world.serve_again("third again", third)
-    assert (world.on_disk(TEXT), world.on_disk(OTHER)) == ("....", "xxx.")
+    world = restarted(TEXT, OTHER, disk=6)
+    world.settle()
+    world.serve_twice("0123456789abcdef")
+    assert (world.below(TEXT), world.below(OTHER)) == ("....", "xxx.")
     while world.on_host(OTHER) == "xxx.":
         assert world.on_host(TEXT) in ("x...", "....")
         name = f"filler{len(world.log)}"
@@ -213,18 +171,14 @@ def test_a_warm_start_keeps_the_eviction_order_of_host_and_disk() -> None:
 
 
 def test_r15_a_warm_start_does_not_fetch_a_prefix_that_a_request_has_looked_up() -> None:
-    first = DiskWorld(host=32)
-    first.only_on_disk(TEXT, OTHER)
-    world = DiskWorld(before=first, host=32)
+    world = restarted(TEXT, OTHER, host=32)
     world.end(world.add("late", TEXT))
     world.settle()
     assert (world.on_host(TEXT), world.on_host(OTHER)) == ("....", "xxx.")
 
 
 def test_a_warm_start_evicts_nothing() -> None:
-    first = DiskWorld(host=16)
-    first.only_on_disk(TEXT)
-    world = DiskWorld(before=first, host=4, opens=False)
+    world = restarted(TEXT, host=4, opens=False)
     world.serve("other", OTHER)
     world.open()
     world.settle()
@@ -235,22 +189,17 @@ def test_a_warm_start_evicts_nothing() -> None:
 
 
 def test_a_warm_start_waits_for_loads_and_requests_fetches() -> None:
-    first = DiskWorld(host=32)
-    first.only_on_disk(TEXT, OTHER)
-    world = DiskWorld(before=first, host=32)
+    world = restarted(TEXT, OTHER, host=32)
     world.add("late", TEXT)
-    world.idle_step()
-    assert len(world.disk_jobs(LOAD)) == 1
-    world.idle_step()
-    assert len(world.disk_jobs(LOAD)) == 1
+    for _ in range(2):
+        world.idle_step()
+        assert len(world.tier_jobs(LOAD)) == 1
     world.settle()
     assert world.on_host(OTHER) == "xxx."
 
 
 def test_a_warm_start_waits_until_host_memory_is_ready() -> None:
-    first = DiskWorld(host=16)
-    first.only_on_disk(TEXT)
-    world = DiskWorld(before=first, host=4, is_growing=True)
+    world = restarted(TEXT, host=4, is_growing=True)
     world.idle_step()
     assert fetches(world) == []
     world.ready_up_to(16)
@@ -259,9 +208,7 @@ def test_a_warm_start_waits_until_host_memory_is_ready() -> None:
 
 
 def test_r10_a_reset_ends_the_warm_start() -> None:
-    first = DiskWorld(host=16)
-    first.only_on_disk(TEXT)
-    world = DiskWorld(before=first, host=16)
+    world = restarted(TEXT)
     world.reset()
     world.settle()
     assert fetches(world) == []
@@ -300,19 +247,16 @@ def test_a_load_during_spills_halves_the_spill_limit_once() -> None:
 def test_spills_that_overlap_with_loads_hold_fewer_slots() -> None:
     world = DiskWorld(host=64, disk=64)
     texts = [letter * 33 for letter in "abcd"]
-    world.disk_fails()
+    world.fails()
     for text in texts:
         world.serve(f"{text} once", text)
         world.serve(f"{text} again", text, drains=False)
-    world.disk_fails(works=True)
-    world.idle_step()
-    [job] = world.disk_jobs(STORE)
+    world.fails(works=True)
+    job = world.start_job(STORE)
     assert len(world.copies[job].job.slots) == 8
     world.device.forget_keys()
     world.admit(world.add("loads", texts[0]))
     world.idle_step()
     world.report(0, job)
     world.finish()
-    world.idle_step()
-    [job] = world.disk_jobs(STORE)
-    assert len(world.copies[job].job.slots) == 4
+    assert len(world.copies[world.start_job(STORE)].job.slots) == 4

@@ -36,8 +36,7 @@ def test_unreported_blocks_are_stored_at_the_end_of_their_request() -> None:
     world = World(report_every=100, step_tokens=1)
     request = world.computed("a", "abcdefghijklmnopq")
     assert world.open_jobs() == []
-    world.end(request)
-    world.drain()
+    world.end_and_drain(request)
     assert world.on_host("abcdefghijklmnop") == "xxxx"
 
 

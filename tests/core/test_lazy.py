@@ -139,11 +139,9 @@ def test_a_loads_blocks_count_as_allocated_before_it_ends() -> None:
     loads = world.add("loads", "00cdefghijklm")
     assert world.admit(loads) == 12
     assert planner._clean == clean - 3
-    world.step()
-    world.finish()
+    world.step_and_copy()
     assert loads.state == "running"
-    world.end(loads)
-    world.drain()
+    world.end_and_drain(loads)
 
 
 def test_lazy_stores_nothing_after_a_broken_invariant() -> None:
@@ -158,9 +156,7 @@ def test_lazy_stores_nothing_after_a_broken_invariant() -> None:
 
 def test_another_block_with_a_key_that_is_being_stored_is_not_offered() -> None:
     world = lazy(device=24)
-    one, two = world.add("one", TEXT), world.add("two", TEXT)
-    for request in (one, two):
-        world.admit(request)
+    one, two = world.admitted("one", TEXT), world.admitted("two", TEXT)
     for _ in range(3):
         world.step(one, two)
     world.end(one)

@@ -16,8 +16,7 @@ def test_blocks_computed_before_memory_is_ready_are_stored_later() -> None:
     assert world.open_jobs() == []
     assert world.stores() == {}
     world.ready_up_to(64)
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     assert world.stores() == {StoreOutcome.STORED: 3}
     assert world.offered() == 3
     assert world.on_host(TEXT) == "xxx"
@@ -47,13 +46,11 @@ def test_as_memory_grows_waiting_offers_are_stored_heads_first() -> None:
     world.computed("runs")
     for slots, found in ((2, "x.."), (4, "xx.")):
         world.ready_up_to(slots, is_growing=True)
-        world.idle_step()
-        world.finish()
+        world.copy_all()
         assert (world.on_host(TEXT), world.on_host(TEXT, group=1)) == (found, found)
     assert set(world.stores()) == {StoreOutcome.STORED}
     world.ready_up_to(64)
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     assert world.stores() == {StoreOutcome.STORED: 6}
 
 
@@ -87,8 +84,7 @@ def test_lazy_offers_again_once_memory_is_ready(is_ready: bool) -> None:
     if is_ready:
         world.ready_up_to(64)
     for _ in range(3):
-        world.idle_step()
-        world.finish()
+        world.copy_all()
     assert world.stores()[StoreOutcome.NOT_READY] == refused
     assert (StoreOutcome.STORED in world.stores()) is is_ready
 

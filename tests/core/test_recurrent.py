@@ -35,8 +35,7 @@ def with_states(*ends: int, **chosen: bool | int | str) -> World:
     compute(world, request, len(TEXT))
     world.step(request, tokens=1)
     world.drain()
-    world.end(request)
-    world.drain()
+    world.end_and_drain(request)
     world.device.forget_keys()
     return world
 
@@ -79,8 +78,7 @@ def test_r8_a_state_waits_for_host_memory() -> None:
     compute(world, request, 12)
     assert not world.stores()
     world.ready_up_to(4)
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     assert world.on_host(TEXT) == "xxx"
     assert world.on_host(TEXT, group=1) == "x.."
 
@@ -125,8 +123,7 @@ def test_r7_a_state_whose_block_was_reallocated_while_it_waited_is_not_stored() 
     while block in world.device.free:
         world.tell(facts.StepScheduled(world.steps, reallocated=tuple(world.device.hand_out(1))))
     world.ready_up_to(8)
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     assert world.on_host(TEXT) == "..."
     assert world.stores()[StoreOutcome.STALE] == 1
 
@@ -168,8 +165,7 @@ def test_r2_a_state_that_is_not_its_requests_is_not_stored() -> None:
 def test_a_state_handed_off_twice_uses_one_slot() -> None:
     world = with_states(4, 8)
     request = world.admitted("a", TEXT)
-    world.step()
-    world.finish()
+    world.step_and_copy()
     world.step(request, tokens=4)
     for block in world.device.hand_out(2):
         world.device.name(block, key_at(TEXT, 12))
@@ -201,8 +197,7 @@ def test_lazy_stores_states_that_the_device_evicts_next() -> None:
     request = world.admitted("a", TEXT)
     compute(world, request, 12)
     assert not world.stores()
-    world.end(request)
-    world.drain()
+    world.end_and_drain(request)
     for number in range(6):
         world.serve(f"other {number}", f"{number}bcdefghijkl")
     assert world.on_host(TEXT)[-1] == "x"
@@ -305,8 +300,7 @@ def test_a_failed_store_of_a_state_affects_only_hits_that_end_there() -> None:
     world.finish(outcome=FAILED)
     compute(world, request, 12)
     world.drain()
-    world.end(request)
-    world.drain()
+    world.end_and_drain(request)
     world.device.forget_keys()
     assert world.on_host(TEXT) == ".xx"
     assert world.admit(world.add("b", TEXT)) == 12
@@ -334,13 +328,11 @@ def test_r15_a_load_marks_a_state_as_used_and_a_device_hit_does_not(is_loaded: b
 def served(world: World, name: str, text: str) -> Req:
     """Serve a request, computing one block per step."""
     request = world.admitted(name, text)
-    world.step()
-    world.finish()
+    world.step_and_copy()
     compute(world, request, len(text))
     world.step(request, tokens=1)
     world.drain()
-    world.end(request)
-    world.drain()
+    world.end_and_drain(request)
     return request
 
 
@@ -349,7 +341,7 @@ def served(world: World, name: str, text: str) -> Req:
 
 def on_disk(end: int = 8) -> DiskWorld:
     """Return a world with an empty device and host. Its disk has all whole blocks of the text and one state."""
-    world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, after_hits=0, host=32, disk=400)
+    world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, min_hits=0, host=32, disk=400)
     world.states_end = (end,)
     request = world.admitted("first", TEXT)
     compute(world, request, len(TEXT))
@@ -358,8 +350,8 @@ def on_disk(end: int = 8) -> DiskWorld:
     world.end(request)
     world.settle()
     world.empty_host()
-    assert world.on_disk(TEXT)[end // 4 - 1] == "x"
-    assert world.on_disk(TEXT, group=1) == "xxx"
+    assert world.below(TEXT)[end // 4 - 1] == "x"
+    assert world.below(TEXT, group=1) == "xxx"
     assert (world.on_host(TEXT), world.on_host(TEXT, group=1)) == ("...", "...")
     return world
 
@@ -367,18 +359,18 @@ def on_disk(end: int = 8) -> DiskWorld:
 def fetch(world: DiskWorld, request: Req) -> JobId:
     assert world.lookup(request) is None
     world.idle_step()
-    [job] = world.disk_jobs(Direction.LOAD)
+    [job] = world.tier_jobs(Direction.LOAD)
     return job
 
 
 def test_only_the_state_that_a_lookup_found_is_spilled() -> None:
-    world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, after_hits=1, host=32, disk=400)
+    world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, min_hits=1, host=32, disk=400)
     world.states_end = (4, 8)
     served(world, "first", TEXT)
     world.states_end = ()
     served(world, "again", TEXT)
     world.settle()
-    assert (world.on_disk(TEXT), world.on_disk(TEXT, group=1)) == (".x.", "xx.")
+    assert (world.below(TEXT), world.below(TEXT, group=1)) == (".x.", "xx.")
 
 
 def test_a_state_and_the_attention_before_it_are_fetched_together() -> None:
@@ -399,8 +391,7 @@ def test_a_state_whose_fetch_failed_counts_as_the_missing_block() -> None:
     assert world.admit(other) == 0
     world.states_end = ()
     compute(world, other, len(TEXT))  # The host now has the attention blocks, but no state.
-    world.end(other)
-    world.drain()
+    world.end_and_drain(other)
     assert (world.on_host(TEXT), world.on_host(TEXT, group=1)) == ("...", "xxx")
     world.device.forget_keys()
     late = world.add("late", TEXT)

@@ -3,19 +3,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+import pytest
+
 from kvoffload.core.machine import SlotState
 from kvoffload.core.tiers import MOST_ASKED
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, TierOutcome
-from kvoffload.model.events import LookupDeferred
-from kvoffload.model.ids import BlockKey, JobId
-from kvoffload.model.wire import Direction, Tier
+from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
 from tests.core.remote_world import RemoteWorld
-from tests.core.world import FAILED, Req, World, full, keys_of
-
-LOAD, STORE = Direction.LOAD, Direction.STORE
-# Four blocks; a lookup returns at most three, because the engine must compute the last token.
-TEXT = "abcdefghijklmnop"
+from tests.core.world import Req, World, full, keys_of
 
 
 def two(**settings: int) -> tuple[RemoteWorld, RemoteWorld]:
@@ -25,44 +21,15 @@ def two(**settings: int) -> tuple[RemoteWorld, RemoteWorld]:
     return first, RemoteWorld(store=first.store, **settings)  # type: ignore[arg-type]
 
 
-def test_only_blocks_found_again_are_written_and_each_only_once() -> None:
-    world = RemoteWorld()
-    world.serve("once", TEXT)
-    world.drain()
-    assert world.in_store(TEXT) == "...."
-    world.share(TEXT)
-    assert world.in_store(TEXT) == "xxx."
-    assert world.copied(STORE) == 3
-    world.share(TEXT)
-    assert world.copied(STORE) == 3
-
-
 def test_another_engine_finds_a_block_and_does_not_write_it_again() -> None:
-    _, other = two(ranks=2)
-    request = other.add("late", TEXT)
-    assert other.lookup(request) is None
-    assert other.reported(LookupDeferred)[-1] == LookupDeferred(request.name, None)
-    other.idle_step()
-    other.finish()
+    first, other = two(ranks=2)
+    assert first.in_store(TEXT, rank=1) == "xxx."
+    request = other.fetched("late")
     assert other.admit(request) == 12
     other.load_and_run(request)
-    other.end(request)
-    other.drain()
+    other.end_and_drain(request)
     other.share(TEXT)
-    assert other.copied(LOAD) == 3
-    assert other.copied(STORE) == 0
-
-
-def test_a_remote_hit_shorter_than_its_break_even_is_computed() -> None:
-    _, other = two()
-    other.least_from = {Tier.DISK: 1000, Tier.REMOTE: 13}
-    other.lookup(other.add("first", "unknown"))
-    request = other.add("late", TEXT)
-    assert other.admit(request) == 0
-    assert other.miss() is MissCause.IN_REMOTE
-    assert other.copied(LOAD) == 0
-    other.least_from[Tier.REMOTE] = 12
-    assert other.lookup(other.add("next", TEXT)) is None
+    assert (other.copied(LOAD), other.copied(STORE)) == (3, 0)
 
 
 def test_a_lookup_waits_until_the_remote_tier_has_answered() -> None:
@@ -70,7 +37,7 @@ def test_a_lookup_waits_until_the_remote_tier_has_answered() -> None:
     request = other.add("late", TEXT, answers=False)
     assert other.asked == [(request.name, tuple(keys_of(TEXT, full())), other.namespace)]
     assert other.lookup(request) is None
-    assert other.remote_jobs(LOAD) == []
+    assert other.tier_jobs(LOAD) == []
     # An answer without keys reports that the query could not be made.
     other.tell(facts.RemoteAnswered(request.name, other.remote.namespace))
     assert other.admit(request) == 0
@@ -78,20 +45,16 @@ def test_a_lookup_waits_until_the_remote_tier_has_answered() -> None:
     other.run(request)
 
 
-def test_an_answer_after_its_request_has_ended_still_gives_hints() -> None:
+@pytest.mark.parametrize(("before", "hints"), [("the request ends", "xxx."), ("a reset", "....")])
+def test_r18_a_late_answer_gives_hints_unless_a_reset_came_first(before: str, hints: str) -> None:
     _, other = two()
     request = other.add("gone", TEXT, answers=False)
-    other.end(request)
+    if before == "a reset":
+        other.reset()
+    else:
+        other.end(request)
     other.answer()
-    assert len(other.remote.pool.index) == 3
-
-
-def test_r18_an_answer_to_a_query_from_before_a_reset_gives_no_hints() -> None:
-    _, other = two()
-    other.add("late", TEXT, answers=False)
-    other.reset()
-    other.answer()
-    assert len(other.remote.pool.index) == 0
+    assert other.below(TEXT) == hints
 
 
 def test_a_repeated_answer_adds_no_second_hint() -> None:
@@ -124,64 +87,53 @@ def test_r17_a_lost_value_loses_the_blocks_after_it_and_one_fetch() -> None:
     first, other = two(host=32)
     del first.store[first.remote.namespace, keys_of(TEXT, full())[1], 0]
     request = other.add("late", TEXT, answers=False)
-    keys = tuple(keys_of(TEXT, full())[:3])
-    # The remote tier reports keys that it does not have.
-    other.tell(facts.RemoteAnswered(request.name, other.remote.namespace, keys))
+    other.answer_one(0, "lies")
     assert other.lookup(request) is None
-    other.idle_step()
-    other.finish()
+    other.copy_all()
     assert other.on_host(TEXT) == "x.x."
     assert other.admit(request) == 4
     assert (other.copied(LOAD), other.copied(LOAD, TierOutcome.FAILED)) == (2, 1)
     other.load_and_run(request)
     other.end(request)
-    assert keys[1] not in other.remote.pool.index
+    assert other.below(TEXT)[1] == "."
 
 
 def test_r4_r17_a_value_of_another_writer_on_one_rank_is_used_by_no_rank() -> None:
     first, other = two(host=32, ranks=2)
     first.overwrite(TEXT[:8], rank=1)
-    request = other.fetched("late", TEXT)
+    request = other.fetched("late")
     assert other.on_host(TEXT) == "x.x."
     assert (other.copied(LOAD), other.copied(LOAD, TierOutcome.CORRUPT)) == (2, 1)
     assert other.admit(request) == 4
     other.load_and_run(request)
-    other.end(request)
-    other.drain()
+    other.end_and_drain(request)
 
 
-def test_r17_a_failed_fetch_makes_its_request_wait_only_once() -> None:
-    _, other = two(host=32)
-    request = other.add("late", TEXT)
-    assert other.lookup(request) is None
-    other.idle_step()
-    [job] = other.remote_jobs(LOAD)
-    other.report(0, job, FAILED)
+def lost(world: RemoteWorld) -> None:
+    world.tell(facts.RemoteLost())
+
+
+@pytest.mark.parametrize("lose", [RemoteWorld.fails, lost])
+def test_r17_a_failing_store_is_neither_queried_nor_used_until_it_works_again(
+    lose: Callable[[RemoteWorld], None],
+) -> None:
+    first, other = two(host=32)
+    lose(other)
+    lose(first)
+    request = other.add("late", TEXT, answers=False)
+    assert other.asked == []
     assert other.admit(request) == 0
-    other.run(request)
-    other.end(request)
-    other.drain()
+    first.share(OTHER)
+    assert "x" not in first.in_store(OTHER)
+    other.fails(works=True)
+    other.reach()
+    assert other.lookup(other.add("next", TEXT)) is None
 
 
-def test_r17_a_put_that_fails_leaves_no_hint() -> None:
-    world, job, _ = putting()
-    world.report(0, job)
-    world.report(1, job, FAILED)
-    assert len(world.remote.pool.index) == 0
-    world.drain()
-
-
-def test_r17_a_failing_store_is_neither_queried_nor_used_for_copies() -> None:
-    for lose in (RemoteWorld.fails, lambda world: world.tell(facts.RemoteLost())):
-        first, other = two(host=32)
-        lose(other)
-        lose(first)
-        request = other.add("late", TEXT, answers=False)
-        assert other.asked == []
-        assert other.admit(request) == 0
-        other.run(request)
-        first.share("ABCDEFGHIJKLMNOP")
-        assert "x" not in first.in_store("ABCDEFGHIJKLMNOP")
+def test_a_store_that_has_not_connected_is_not_queried() -> None:
+    world = RemoteWorld(is_reached=False)
+    world.share(TEXT)
+    assert (world.asked, world.store) == ([], {})
 
 
 def test_r17_a_failing_store_adds_at_most_five_calls_to_a_lookup() -> None:
@@ -205,103 +157,25 @@ def test_r17_a_failing_store_adds_at_most_five_calls_to_a_lookup() -> None:
     assert calls_of_lookup(lost, lost.add("new", TEXT)) <= without + 5
 
 
-def test_a_store_that_works_again_is_used() -> None:
-    _, other = two(host=32)
-    other.fails()
-    other.fails(works=True)
-    other.tell(facts.RemoteLost())
-    other.tell(facts.RemoteOpened(other.remote.namespace))
-    assert other.lookup(other.add("late", TEXT)) is None
-    other.idle_step()
-    assert len(other.remote_jobs(LOAD)) == 1
-
-
-def test_a_store_that_has_not_connected_is_not_queried() -> None:
-    world = RemoteWorld(is_reached=False)
-    world.share(TEXT)
-    assert (world.asked, world.store) == ([], {})
-
-
 # -- resets and generations -------------------------------------------------------------------------------------
 
 
-def test_r10_r18_nothing_from_before_a_reset_is_found_whichever_jobs_are_open() -> None:
+def test_r18_after_a_reset_no_key_is_queried_until_there_is_a_new_generation() -> None:
     _, other = two(host=32)
-    request = other.add("late", TEXT)
-    other.lookup(request)
-    other.idle_step()
     other.reset()
-    other.finish()
-    assert other.on_host(TEXT) == "...."
-    assert other.admit(request) == 0
-    other.run(request)
-    other.end(request)
-    other.drain()
-    assert other.copied(LOAD) == 0
-    other.add("too early", "a text that the host lacks", answers=False)
+    other.add("too early", TEXT, answers=False)
     assert other.asked == []
-    other.tell(facts.RemoteOpened("print/its own"))
-    assert len(other.remote.pool.index) == 0
-    other.add("later", "another text, which the host lacks")
-    assert len(other.remote.pool.index) == 0
-
-
-def test_r18_a_put_that_runs_during_a_reset_gives_no_hint() -> None:
-    world, _, _ = putting()
-    world.reset()
-    world.tell(facts.RemoteOpened("print/its own"))
-    world.finish()
-    assert len(world.remote.pool.index) == 0
-    assert world.in_store(TEXT) == "...."
-
-
-def putting() -> tuple[RemoteWorld, JobId, Callable[[], set[SlotState]]]:
-    """Return a world whose two ranks are writing blocks to the remote tier, the job, and a function that
-    returns the states of the host slots being written.
-    """
-    world = RemoteWorld(ranks=2)
-    world.serve("once", TEXT)
-    world.serve("again", TEXT, drains=False)
-    world.idle_step()
-    [job] = world.remote_jobs(STORE)
-    slots = world.copies[job].job.slots
-    return world, job, lambda: {world.core.state.pool.state(slot) for slot in slots}
-
-
-def test_r18_after_a_reset_slots_of_a_put_are_filled_only_when_every_rank_has_read_them() -> None:
-    world, job, states = putting()
-    world.reset()
-    assert states() == {SlotState.DRAINING}
-    world.report(0, job)
-    assert states() == {SlotState.DRAINING}
-    world.report(1, job)
-    assert states() == {SlotState.EMPTY}
-
-
-def test_r4_slots_of_a_failed_put_are_not_evicted_until_all_ranks_have_read_them() -> None:
-    world, job, states = putting()
-    world.report(0, job, FAILED)
-    assert states() == {SlotState.PINNED}
-    world.report(1, job)
-    assert states() == {SlotState.READY}
-
-
-def test_r16_slots_of_a_put_that_a_rank_never_reports_are_not_allocated_again() -> None:
-    world, job, states = putting()
-    world.overdue(job)
-    world.report(0, job)
-    world.reset()
-    assert states() == {SlotState.DRAINING}
-    world.report(1, job)
-    assert states() == {SlotState.EMPTY}
+    other.reach()
+    assert other.below(TEXT) == "...."
+    assert other.admit(other.add("later", TEXT)) == 0
 
 
 def test_r18_a_new_generation_drops_the_hints_of_the_previous_one() -> None:
     _, other = two(host=32)
     other.add("late", TEXT)
-    assert len(other.remote.pool.index) == 3
+    assert other.below(TEXT) == "xxx."
     other.tell(facts.RemoteOpened("print/two"))
-    assert len(other.remote.pool.index) == 0
-    key = BlockKey(b"of the one before")
-    other.tell(facts.RemoteAnswered(other.requests["late"].name, "print/one", (key,)))
-    assert len(other.remote.pool.index) == 0
+    assert other.below(TEXT) == "...."
+    name, keys = other.requests["late"].name, tuple(keys_of(TEXT, full()))
+    other.tell(facts.RemoteAnswered(name, "print/one", keys))
+    assert other.below(TEXT) == "...."

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from kvoffload.core.machine import JobState, SlotState
@@ -75,8 +73,7 @@ def test_r10_nothing_is_found_after_a_reset_with_open_lookups_stores_and_loads()
     for request in (loads, stores):
         world.run(request)
         world.end(request)
-    world.end(asks)
-    world.drain()
+    world.end_and_drain(asks)
     assert not world.core.state.pool.index
     assert not world.core.state.jobs.pending
 
@@ -104,9 +101,8 @@ def test_r10_a_reset_settles_waiting_offers() -> None:
 
 def test_r10_a_reset_settles_blocks_that_would_be_offered_again() -> None:
     world = World()
-    one, two = world.add("one", TEXT), world.add("two", TEXT)
-    world.admit(one)
-    world.admit(two)
+    world.admitted("one", TEXT)
+    world.admitted("two", TEXT)
     for _ in range(2):
         world.step()
     world.finish(outcome=FAILED)
@@ -142,13 +138,11 @@ def test_r10_blocks_that_follow_a_device_hit_from_before_the_reset_are_not_store
     # The prefix of `tainted` contains blocks computed before the reset.
     tainted = computed(world, "b", TEXT + "nopqrst")
     assert tainted.brought == (12, 0)
-    world.end(tainted)
-    world.drain()
+    world.end_and_drain(tainted)
     assert world.on_host(TEXT + "nopqrst") == "....."
     heir = computed(world, "c", TEXT + "nopqrst")  # The prefix of `heir` contains blocks of `tainted`.
     assert heir.brought[0] == 16
-    world.end(heir)
-    world.drain()
+    world.end_and_drain(heir)
     assert not world.core.state.pool.index
     world.device.forget_keys()
     world.serve("d", TEXT)
@@ -163,8 +157,7 @@ def test_r10_blocks_computed_between_two_resets_are_not_found_after_the_second()
     world.ready_up_to(8)
     heir = computed(world, "b", TEXT + "nopqrst")
     assert heir.brought == (12, 0)
-    world.end(heir)
-    world.drain()
+    world.end_and_drain(heir)
     assert not world.core.state.pool.index
 
 
@@ -175,8 +168,7 @@ def test_r10_blocks_computed_after_the_reset_are_stored_by_the_request_that_find
     world.ready_up_to(8)
     heir = computed(world, "b", TEXT + "nopqrst")
     assert heir.brought == (12, 0)
-    world.end(heir)
-    world.drain()
+    world.end_and_drain(heir)
     assert world.on_host(TEXT + "nopqrst") == "xxxxx"
 
 
@@ -193,8 +185,7 @@ def test_r10_blocks_that_follow_an_old_head_are_not_stored_even_if_the_hits_last
     world.device._forget_key(head)
     world.admit(skips)
     world.run(skips)
-    world.end(skips)
-    world.drain()
+    world.end_and_drain(skips)
     key = key_at(TEXT, 4)
     newer = world.device.index.pop(key)
     world.device.index[key] = {head: None, **newer}
@@ -235,8 +226,7 @@ def test_r11_after_the_last_request_and_the_last_copy_nothing_is_kept() -> None:
         world.report(0, job, FAILED)
     world.preempt(requests[0])
     for request in requests:
-        world.end(request)
-    world.drain()
+        world.end_and_drain(request)
     assert left_behind(world.core) == {}
     capacity = world.core.state.pool.capacity
     assert world.count(SlotState.EMPTY) + world.count(SlotState.READY) == capacity
@@ -280,8 +270,7 @@ def test_r11_a_store_of_an_earlier_table_does_not_affect_the_new_table() -> None
     world = World(host=3)
     request = computed(world)
     world.preempt(request)
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     assert world.on_host(TEXT) == "xxx"
     assert not world.core.state.pool.holds
 
@@ -333,13 +322,6 @@ def test_r12_jobs_that_no_worker_has_received_are_cancelled() -> None:
     world.degrade()
     assert world.submit() == TransferPlan()
     assert world.results[-1] == ("a", False)
-
-
-def is_released(world: World) -> bool:
-    """Return whether the core has released all leases and waits for no job."""
-    state = world.core.state
-    counted = [state.jobs.count(*each) for each in product(Direction, JobState)]
-    return not (state.leases.counts or state.jobs.open or state.jobs.pending or any(counted))
 
 
 # -- R16: copies that never end ---------------------------------------------------------------------------------

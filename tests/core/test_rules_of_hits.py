@@ -43,8 +43,7 @@ def test_r1_many_requests_fill_the_host_between_a_lookup_and_its_allocation() ->
     assert world.evicted() == 5
     assert world.on_host(TEXT) == "xxx"
     world.allocate(late, 12)
-    world.step()
-    world.finish()
+    world.step_and_copy()
     assert world.results == [("late", True)]
     assert violations(world) == []
 
@@ -122,8 +121,7 @@ def test_r2_more_tokens_than_were_found_are_loaded_if_the_host_now_has_them() ->
     request = world.add("a", TEXT)
     world.allocate(request, 12)
     assert violations(world) == [RejectionCause.TOKENS_WITHOUT_PIN]
-    world.step()
-    world.finish()
+    world.step_and_copy()
     assert world.results == [("a", True)]
 
 
@@ -152,35 +150,26 @@ def test_r2_the_engine_accepts_fewer_tokens_than_were_found() -> None:
     )
     assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 2)]
     assert world.count(SlotState.PINNED) == 1
-    world.step()
-    world.finish()
+    world.step_and_copy()
     assert world.loads() == {LoadOutcome.LOADED: 1}
     world.run(request)
     assert violations(world) == []
 
 
-def test_r2_fewer_tokens_than_found_need_other_blocks_of_a_window() -> None:
-    world = World(full(), window(5, group=1))
-    world.serve("first", "abcdefghijklmnopq")
-    world.device.forget_keys()
-    request = world.add("a", "abcdefghijklmnopq")
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_r2_fewer_tokens_than_found_need_other_blocks_of_a_window(is_gone: bool) -> None:
+    world, text = World(full(), window(5, group=1)), "abcdefghijklmnopq"
+    world.only_on_host(text)
+    if is_gone:
+        pool = world.core.state.pool
+        pool.invalidate(pool.index[key_at(text, 8, group=1)])
+    request = world.add("a", text)
     assert world.admit(request, accept=8) == 16
-    world.load_and_run(request)
-    assert world.results == [("a", True)]
-    # two blocks of the full-attention group, and the deepest block of the window group
-    assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]
-
-
-def test_r2_fewer_tokens_whose_window_is_gone_fail_the_load() -> None:
-    world = World(full(), window(5, group=1))
-    world.serve("first", "abcdefghijklmnopq")
-    world.device.forget_keys()
-    pool = world.core.state.pool
-    pool.invalidate(pool.index[key_at("abcdefgh", 8, group=1)])
-    request = world.add("a", "abcdefghijklmnopq")
-    assert world.lookup(request) == 16
-    world.allocate(request, 8)
-    assert world.results == [("a", False)]
+    if not is_gone:
+        # two blocks of the full-attention group, and the deepest block of the window group
+        assert drops(world) == [(PinDropCause.NOT_ACCEPTED, 3)]
+        world.load_and_run(request)
+    assert world.results == [("a", not is_gone)]
 
 
 @pytest.mark.parametrize(
@@ -222,15 +211,11 @@ def test_r2_a_fact_of_an_unknown_request_is_survived(fact: facts.Fact) -> None:
     assert violations(world) == [RejectionCause.UNKNOWN_REQUEST]
 
 
-def test_r2_a_lookup_for_an_unknown_request_finds_nothing() -> None:
-    world = World()
-    assert world.core.lookup(RequestId("nobody"), 0, may_wait=True) == 0
-
-
-def test_r2_an_unknown_request_does_not_wait_for_tokens() -> None:
-    world = World()
-    handle(world.core, facts.BlocksAllocated(RequestId("nobody"), ((DeviceBlockId(1),),), 0, 4))
-    assert world.core.take_results().failed == ["nobody"]
+def test_r2_an_unknown_request_finds_nothing_and_does_not_wait_for_tokens() -> None:
+    world, nobody = World(), RequestId("nobody")
+    assert world.core.lookup(nobody, 0, may_wait=True) == 0
+    handle(world.core, facts.BlocksAllocated(nobody, ((DeviceBlockId(1),),), 0, 4))
+    assert world.core.take_results().failed == [nobody]
 
 
 def test_r2_seeing_a_request_twice_changes_nothing() -> None:
@@ -248,8 +233,7 @@ def test_r2_allocating_a_running_request_again_changes_nothing() -> None:
     tables = tuple(map(tuple, request.tables))
     world.tell(facts.BlocksAllocated(request.name, tables, 8, 0))
     world.run(request)
-    world.end(request)
-    world.drain()
+    world.end_and_drain(request)
     assert world.on_host(TEXT) == "xxx"
     assert violations(world) == []
 
@@ -260,8 +244,7 @@ def test_r2_a_loading_request_that_is_allocated_or_looked_up_again_continues_loa
     tables = tuple(map(tuple, request.tables))
     world.tell(facts.BlocksAllocated(request.name, tables, 0, 12))
     assert world.lookup(request) == 0
-    world.step()
-    world.finish()
+    world.step_and_copy()
     assert world.results == [("a", True)]
 
 
@@ -335,8 +318,7 @@ def test_a_preempted_request_also_looks_up_its_generated_tokens() -> None:
     world = World()
     request = world.admitted("a", TEXT)
     for _ in range(6):
-        world.step()
-        world.finish()
+        world.step_and_copy()
     world.preempt(request)
     world.device.forget_keys()
     assert len(request.text) == 18
@@ -399,8 +381,7 @@ def test_r9_a_request_that_ends_cancels_only_its_own_load() -> None:
     world.admit(two, may_wait=False)
     world.end(one)
     assert world.loads() == {LoadOutcome.CANCELLED: 3}
-    world.step()
-    world.finish()
+    world.step_and_copy()
     assert world.results == [("one", False), ("two", True)]
 
 
@@ -540,44 +521,27 @@ def test_r14_no_request_waits_for_a_load_from_before_a_reset() -> None:
     assert world.admit(world.add("b", "0123456789abc")) == 12
 
 
-def test_r14_a_request_that_may_not_wait_loads_the_blocks_itself() -> None:
-    world = cached()
+@pytest.mark.parametrize("engine_can_wait", [True, False])
+def test_r14_a_request_that_may_not_wait_loads_the_blocks_itself(engine_can_wait: bool) -> None:
+    world = cached(promises=Promises(can_wait=engine_can_wait))
     loading(world)
-    assert world.admit(world.add("b", TEXT), may_wait=False) == 12
-    world.step()
-    world.finish()
+    assert world.admit(world.add("b", TEXT), may_wait=not engine_can_wait) == 12
+    world.step_and_copy()
     assert world.results == [("a", True), ("b", True)]
 
 
-def test_r14_an_engine_without_deferred_lookups_never_waits() -> None:
-    world = World(promises=Promises(can_wait=False))
-    world.only_on_host(TEXT)
-    loading(world)
-    assert world.admit(world.add("b", TEXT)) == 12
-
-
-def test_r14_the_first_request_that_loads_stays_the_owner() -> None:
-    world = cached()
-    first = loading(world)
-    second = loading(world, "b")
-    world.end(second)
-    waits = world.add("c", TEXT)
-    assert world.admit(waits) is None
-    assert world.reported(LookupDeferred)[-1].owner == first.name
-
-
-def test_r14_requests_wait_for_the_second_owner_after_the_first_has_ended() -> None:
+@pytest.mark.parametrize("ends", ["first", "second"])
+def test_r14_requests_wait_for_whichever_of_two_owners_remains(ends: str) -> None:
     # Regression: only the first request that loaded a slot was remembered. A third request therefore loaded
     # the blocks of the second request again.
     world = cached()
-    first = loading(world)
-    second = world.add("b", TEXT)
-    assert world.admit(second, may_wait=False) == 12
-    waits = world.add("c", TEXT)
-    world.end(first)
+    owners = {name: loading(world, name) for name in ("first", "second")}
+    waits = world.add("waits", TEXT)
+    world.end(owners.pop(ends))
+    [owner] = owners.values()
     assert world.admit(waits) is None
-    assert world.reported(LookupDeferred)[-1].owner == second.name
-    world.end(second)
+    assert world.reported(LookupDeferred)[-1].owner == owner.name
+    world.end(owner)
     assert world.admit(waits) == 12
 
 
@@ -621,7 +585,6 @@ def test_a_preemption_of_a_request_without_a_running_table_changes_nothing(state
     assert request.state == state
     if state == "waiting":
         assert world.admit(request) == 12
-    world.step()
-    world.finish()
+    world.step_and_copy()
     assert world.results == [("a", True)]
     assert violations(world) == []

@@ -19,13 +19,9 @@ def side_by_side(world: World) -> tuple[Req, Req]:
 
     The second request's offers wait for the first request's stores.
     """
-    one, two = world.add("one", TEXT), world.add("two", TEXT)
-    world.admit(one)
-    world.admit(two)
-    for _ in range(3):
-        world.step(one)
-    for _ in range(3):
-        world.step(two)
+    one, two = world.admitted("one", TEXT), world.admitted("two", TEXT)
+    for request in (one, one, one, two, two, two):
+        world.step(request)
     return one, two
 
 
@@ -103,25 +99,20 @@ def test_r3_a_block_that_an_abandoned_load_may_still_write_is_not_stored() -> No
     assert stored_blocks(world) == []
 
 
-def test_r3_an_offer_that_waits_for_a_copy_is_stored_at_its_requests_end() -> None:
+@pytest.mark.parametrize("copy_ends", [True, False])
+def test_r3_an_offer_that_waited_for_a_copy_is_stored_at_its_requests_end(copy_ends: bool) -> None:
     world = World(ranks=2)
     world.computed()
     for job in world.open_jobs():
         world.report(0, job, FAILED)
     second = world.computed("b")
-    world.finish()
+    if copy_ends:
+        world.finish()
     world.end(second)
+    if not copy_ends:
+        assert world.stores() == {StoreOutcome.FAILED: 6}
     world.drain()
-    assert world.on_host(TEXT) == "xxx"
-
-
-def test_r3_an_offer_that_waits_for_a_copy_at_the_requests_end_fails() -> None:
-    world = World(ranks=2)
-    world.computed()
-    for job in world.open_jobs():
-        world.report(0, job, FAILED)
-    world.end(world.computed("b"))
-    assert world.stores() == {StoreOutcome.FAILED: 6}
+    assert world.on_host(TEXT) == ("xxx" if copy_ends else "...")
 
 
 @pytest.mark.parametrize("how", ["fails", "is abandoned"])
@@ -182,9 +173,7 @@ def test_r3_a_duplicate_is_stored_when_the_first_block_is_declined(host: int) ->
 
 def test_r3_a_duplicate_waits_for_a_slot_when_the_first_block_got_none() -> None:
     world = World(device=24, host=0)
-    one, two = world.add("one", TEXT), world.add("two", TEXT)
-    world.admit(one)
-    world.admit(two)
+    one, two = world.admitted("one", TEXT), world.admitted("two", TEXT)
     for _ in range(3):
         world.step()
     for request in (one, two):
@@ -333,8 +322,7 @@ def test_r5_stores_lease_no_more_than_a_quarter_of_the_device() -> None:
     world.step()
     assert len(stored_blocks(world)) == 8  # the offers that waited for free slots are now stored
     world.finish()
-    world.end(request)
-    world.drain()
+    world.end_and_drain(request)
     assert world.on_host("0123456789" * 8) == "x" * 20
 
 
@@ -475,11 +463,16 @@ def test_r5_leased_blocks_are_released_deepest_first() -> None:
 # -- R7: window blocks that are allocated again ----------------------------------------------------------------
 
 
-def reused(world: World, request: Req) -> list[int]:
-    """Return the positions that the core has zeroed in a request's table."""
+def first_row(world: World, request: Req) -> list[DeviceBlockId]:
+    """Return the core's record of the request's block table, for the first group."""
     table = world.core.state.requests.live[request.name].table
     assert table is not None
-    return [position for position, block in enumerate(table[0]) if block == NULL_BLOCK]
+    return table[0]
+
+
+def reused(world: World, request: Req) -> list[int]:
+    """Return the positions that the core has zeroed in a request's table."""
+    return [position for position, block in enumerate(first_row(world, request)) if block == NULL_BLOCK]
 
 
 def test_r7_a_reallocated_window_block_is_offered_only_for_its_new_position() -> None:
@@ -514,43 +507,32 @@ def test_r7_a_window_block_of_an_idle_request_is_zeroed_in_the_step_that_realloc
 def test_r7_reused_block_ids_include_allocations_and_copy_targets(how: str) -> None:
     world = World(window(5), device=8, host=0)
     request = world.computed(text="abcdefghijklm")
-    record = world.core.state.requests.live[request.name].table
-    assert record is not None
-    left = record[0][0]
+    row = first_row(world, request)
+    left = row[0]
     assert left in world.device.free
     world.device.free.move_to_end(left, last=False)
     if how == "copy target":
         world.tell(facts.StepScheduled(99, reallocated=(left,)))
     else:
         world.admit(world.add("b", "01234"))
-    assert record[0][0] == NULL_BLOCK
+    assert row[0] == NULL_BLOCK
 
 
 def test_r7_a_zeroed_position_is_stored_from_the_devices_block_with_its_key() -> None:
     world = World(window(5), device=16, host=0)
-    one, two = world.add("one", TEXT), world.add("two", TEXT)
-    world.admit(one)
-    world.admit(two)
+    one, two = world.admitted("one", TEXT), world.admitted("two", TEXT)
     for _ in range(4):
         world.step(one, tokens=4)
         world.step(two, tokens=4)
-    first = world.core.state.requests.live[one.name].table
-    assert first is not None
-    struck, copy = first[0][0], two_block(world, two)
-    assert struck != copy
-    world.device.free.move_to_end(struck, last=False)
+    row, copy = first_row(world, one), first_row(world, two)[0]
+    assert row[0] != copy
+    world.device.free.move_to_end(row[0], last=False)
     world.admit(world.add("c", "0"))
-    assert first[0][0] == NULL_BLOCK
+    assert row[0] == NULL_BLOCK
     world.ready_up_to(8)
     world.end(one)
     world.submit()
     assert copy in stored_blocks(world)
-
-
-def two_block(world: World, request: Req) -> DeviceBlockId:
-    table = world.core.state.requests.live[request.name].table
-    assert table is not None
-    return table[0][0]
 
 
 def test_r7_a_block_whose_hash_is_not_the_key_is_not_stored() -> None:
@@ -558,8 +540,7 @@ def test_r7_a_block_whose_hash_is_not_the_key_is_not_stored() -> None:
     request = world.admitted("a", TEXT)
     world.step()
     world.device.name(request.tables[0][0], key_at("wrong", 4))
-    world.step()
-    world.finish()
+    world.step_and_copy()
     assert world.on_host(TEXT) == ".x."
     assert world.stores() == {StoreOutcome.STALE: 1, StoreOutcome.STORED: 1}
 
@@ -649,8 +630,7 @@ def test_r8_a_block_is_not_stored_again_over_a_slot_that_a_running_request_hit()
     world.serve("first", "abcdefghi")
     world.device.forget_keys()
     world.admitted("a", "abcdefghi")
-    world.step()
-    world.finish()
+    world.step_and_copy()
     world.end(world.computed("b", "012345678"))
     world.drain()
     assert world.on_host("abcdefgh") == "xx"
@@ -665,15 +645,15 @@ def test_r8_blocks_that_found_the_host_full_are_stored_at_their_requests_end() -
     world.finish()
     two = world.computed("b", "012345678")
     world.end(one)
-    world.end(two)
-    world.drain()
+    world.end_and_drain(two)
     assert world.on_host("012345678") == "xx"
 
 
 def test_r8_two_requests_that_wait_for_one_key_watch_it() -> None:
     world = World(host=2)
-    one, two = side_by_side_short(world)
-    world.finish()
+    one, two = world.admitted("one", "abcdefghi"), world.admitted("two", "abcdefghi")
+    for _ in range(2):
+        world.step_and_copy()
     assert world.stores()[StoreOutcome.IN_FLIGHT] == 2
     world.end(one)
     evict(world, "c", "012345678")
@@ -681,15 +661,6 @@ def test_r8_two_requests_that_wait_for_one_key_watch_it() -> None:
     world.step(two)
     world.finish()
     assert world.on_host("abcdefgh") == "xx"
-
-
-def side_by_side_short(world: World) -> tuple[Req, Req]:
-    one, two = world.add("one", "abcdefghi"), world.add("two", "abcdefghi")
-    world.admit(one)
-    world.admit(two)
-    for _ in range(2):
-        world.step()
-    return one, two
 
 
 # -- R15: the order of eviction ---------------------------------------------------------------------------------
@@ -713,10 +684,8 @@ def make_used(world: World, how: str) -> None:
         assert world.lookup(request) == 16
         if how == "loaded":
             world.allocate(request, 16)
-            world.step()
-            world.finish()
-    world.end(request)
-    world.drain()
+            world.step_and_copy()
+    world.end_and_drain(request)
     world.device.forget_keys()
 
 
@@ -760,8 +729,7 @@ def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: s
         world.step(request)
         world.preempt(request)
         world.idle_step()
-        world.end(request)
-        world.drain()
+        world.end_and_drain(request)
     order = [world.core.state.pool.key(slot) or b"" for slot in world.core.state.pool.order]
     prefixes = {key[:1] for key in order}
     assert len(prefixes) > 2
@@ -789,8 +757,7 @@ def test_r15_a_head_found_on_the_device_is_as_recent_as_its_tail(
     assert request.brought == (8, 0)
     world.run(request)
     world.finish()
-    world.end(request)
-    world.drain()
+    world.end_and_drain(request)
     assert world.on_host(LONG) == "xxxx"
     assert heads_last(world)
 
@@ -849,8 +816,7 @@ def test_r15_a_loaded_tail_whose_request_has_ended_is_released_before_its_head(w
         world.step()
     if when == "when it has loaded":
         world.finish()
-    world.end(request)
-    world.drain()
+    world.end_and_drain(request)
     assert heads_last(world)
 
 
@@ -871,8 +837,7 @@ def test_r15_holds_of_quarantined_slots_are_released() -> None:
     world.finish()
     tail = world.core.state.pool.index[key_at(LONG, 16)]
     world.core.state.pool.quarantine(tail)
-    world.end(request)
-    world.drain()
+    world.end_and_drain(request)
     assert world.on_host(LONG) == "xxx."
     assert heads_last(world)
     assert not world.core.state.pool.holds
@@ -886,8 +851,7 @@ def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_h
     world.finish(head)
     assert world.open_jobs()
     world.preempt(request)
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     assert world.on_host(LONG) == "xxxx"
     assert heads_last(world)
 
@@ -959,7 +923,6 @@ def test_r15_a_head_stored_after_its_tail_is_evicted_last() -> None:
     world.finish()
     assert world.on_host(TEXT) == ".x."
     world.ready_up_to(4)
-    world.end(request)
-    world.drain()
+    world.end_and_drain(request)
     assert world.on_host(TEXT) == "xxx"
     assert heads_last(world)

@@ -48,8 +48,7 @@ def test_three_overdue_jobs_in_a_row_stall_copies_until_one_ends() -> None:
     assert world.submitted() == []
     world.finish(jobs[1])
     assert world.reported(CopiesResumed) == [CopiesResumed(2)]
-    world.idle_step()
-    world.finish()
+    world.copy_all()
     assert world.stores() == {StoreOutcome.ABANDONED: 3, StoreOutcome.STORED: 2}
 
 
@@ -94,8 +93,7 @@ def test_a_single_overdue_job_of_any_size_stalls_no_copies() -> None:
 
 def test_requests_are_served_during_a_stall_and_their_misses_name_the_stall() -> None:
     world = World(device=64, step_tokens=64)
-    world.serve("first", "abcdefghijklm")
-    world.device.forget_keys()
+    world.only_on_host("abcdefghijklm")
     for name in "xyz":
         hangs(world, name)
     back = world.add("back", "abcdefghijklm")
@@ -114,8 +112,7 @@ def test_requests_are_served_during_a_stall_and_their_misses_name_the_stall() ->
 
 def test_a_hit_found_before_the_stall_is_not_loaded() -> None:
     world = World(device=64, step_tokens=64)
-    world.serve("first", "abcdefghijklm")
-    world.device.forget_keys()
+    world.only_on_host("abcdefghijklm")
     promised = world.add("promised", "abcdefghijklm")
     assert world.lookup(promised) == 12
     for name in "xyz":
@@ -128,8 +125,7 @@ def test_a_hit_found_before_the_stall_is_not_loaded() -> None:
 
 def test_a_hanging_load_counts_towards_a_stall() -> None:
     world = World(device=64, step_tokens=64)
-    world.serve("first", "abcdefghijklm")
-    world.device.forget_keys()
+    world.only_on_host("abcdefghijklm")
     hangs(world, "x")
     request = world.add("loads", "abcdefghijklm")
     assert world.admit(request) == 12

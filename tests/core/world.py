@@ -423,6 +423,10 @@ class World:
         if self.checks_each_fact:
             self.check()
 
+    def end_and_drain(self, request: Req) -> None:
+        self.end(request)
+        self.drain()
+
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, *requests: Req, tokens: int | None = None) -> TransferPlan:
@@ -431,6 +435,16 @@ class World:
 
     def idle_step(self) -> TransferPlan:
         return self._step((), 0)
+
+    def step_and_copy(self) -> None:
+        """Run one step of all running requests, and end all copies."""
+        self.step()
+        self.finish()
+
+    def copy_all(self) -> None:
+        """Run a step without requests, and end all copies."""
+        self.idle_step()
+        self.finish()
 
     def running(self) -> tuple[Req, ...]:
         return tuple(each for each in self.requests.values() if each.state == "running")
@@ -505,8 +519,7 @@ class World:
 
     def load_and_run(self, request: Req) -> None:
         """Let an admitted request load its hit and compute the rest of its text."""
-        self.step()
-        self.finish()
+        self.step_and_copy()
         self.run(request)
 
     def only_on_host(self, text: str) -> None:
@@ -518,8 +531,7 @@ class World:
         """Serve a request and end all copies. The request's blocks are then on the host, if they fit."""
         request = self.admitted(name, text)
         self.load_and_run(request)
-        self.end(request)
-        self.drain()
+        self.end_and_drain(request)
         return request
 
     # -- ranks --------------------------------------------------------------------------------------------------
@@ -598,8 +610,7 @@ class World:
         for _ in range(100):
             if not self.core.has_work:
                 return
-            self.idle_step()
-            self.finish()
+            self.copy_all()
         raise AssertionError("work without end")
 
     # -- what the core said -------------------------------------------------------------------------------------

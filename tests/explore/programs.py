@@ -106,7 +106,7 @@ def _of_lower_tiers(scene: Scene) -> Iterator[Action]:
 def _of_disk(scene: Scene, world: DiskWorld) -> Iterator[Action]:
     if world.unread:
         yield ("open",)
-    for rank in sorted(world.failing):
+    for rank in sorted(world.failing[Tier.DISK]):
         yield ("works", rank)
     if scene.left.get("spoil"):
         yield from (("spoil", rank, place) for place in sorted(world.index) for rank in world.ranks)
@@ -224,7 +224,7 @@ def _hang(scene: Scene, rank: int, job: JobId) -> None:
     assert isinstance(scene.world, DiskWorld)
     world, copy = scene.world, scene.world.copies[job].job
     assert copy.tier is Tier.DISK
-    world.failing.add(rank)
+    world.failing[Tier.DISK].add(rank)
     world.report(rank, job, FAILED, stuck=(0,))
     if copy.direction is Direction.STORE:
         scene.places_abandoned.add(copy.targets[0])
@@ -271,7 +271,7 @@ def _open(scene: Scene) -> None:
 
 def _works(scene: Scene, rank: int) -> None:
     assert isinstance(scene.world, DiskWorld)
-    scene.world.disk_fails(rank, works=True)
+    scene.world.fails(rank, works=True)
 
 
 def _spoil(scene: Scene, rank: int, place: int) -> None:
@@ -296,7 +296,7 @@ def _reach(scene: Scene) -> None:
     """Report to the scheduler and to all ranks that the store answers."""
     assert isinstance(scene.world, RemoteWorld)
     scene.world.reach()
-    scene.world.fails(works=True)
+    scene.world.fails(works=True, tier=Tier.REMOTE)
 
 
 def _lose(scene: Scene, *ranks: int) -> None:
@@ -304,7 +304,7 @@ def _lose(scene: Scene, *ranks: int) -> None:
     scene.spend("lose")
     assert isinstance(scene.world, RemoteWorld)
     if ranks:
-        scene.world.fails(*ranks)
+        scene.world.fails(*ranks, tier=Tier.REMOTE)
     else:
         scene.world.tell(facts.RemoteLost())
 

@@ -72,7 +72,7 @@ class SmallWorld:
         if not self.on_disk:
             return None
         settings = {**self._settings, "device": 32, "host": 32, "ranks": self.ranks}
-        world = DiskWorld(*self.groups, disk=self.disk, after_hits=0, **settings)
+        world = DiskWorld(*self.groups, disk=self.disk, min_hits=0, **settings)
         for number, text in enumerate(self.on_disk):
             world.serve_again(f"first {number}", text)
         return world
@@ -81,7 +81,7 @@ class SmallWorld:
         if not self.in_store:
             return None
         settings = {**self._settings, "device": 32, "host": 32}
-        world = RemoteWorld(*self.groups, remote_min_hits=0, **settings)
+        world = RemoteWorld(*self.groups, min_hits=0, **settings)
         for text in self.in_store:
             world.share(text)
         return world.store
@@ -92,9 +92,9 @@ class SmallWorld:
         settings = self._settings
         if self.disk:
             opens = is_known and "open" not in self.often
-            settings |= {"disk": self.disk, "after_hits": self.after_hits, "before": disk, "opens": opens}
+            settings |= {"disk": self.disk, "min_hits": self.after_hits, "before": disk, "opens": opens}
         if self.hints:
-            settings |= {"hints": self.hints, "remote_min_hits": self.after_hits, "store": store}
+            settings |= {"hints": self.hints, "min_hits": self.after_hits, "store": store}
             settings |= {"namespace": f"print/{resets}", "is_reached": is_known}
         kinds = (World, DiskWorld), (RemoteWorld, TieredWorld)
         return kinds[self.hints > 0][self.disk > 0](*self.groups, **settings)

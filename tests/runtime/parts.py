@@ -19,6 +19,7 @@ from kvoffload.model.wire import DiskFile, JobReport, TransferPlan, TransferRepo
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.telemetry.counters import Snapshot
 from kvoffload.testing import FakeClock
 from kvoffload.transfer.ports import Clocks
 from tests.runtime.manual_portal import ManualPortal
@@ -152,6 +153,13 @@ class Side:
             *(JobReport(job.id, job.direction, outcome, 64, 0.0, 0.0) for job in jobs), rank=rank
         )
 
+    def gauge(self, name: str, *labels: str) -> float:
+        return self.side.gauges()[f"kvoffload_{name}"][labels]
+
+    @property
+    def counts(self) -> Snapshot:
+        return self.side.counters.snapshot()
+
     def stored(self, prefix: str = "p", blocks: int = 3) -> None:
         name = f"first-{prefix}"
         self.seen(name, prefix, blocks)
@@ -162,6 +170,16 @@ class Side:
             self.done(plan, rank=rank)
         self.ended(name)
         self.step()
+
+
+def storing(side: Side, name: str = "s", prefix: str = "s", decode: int = 0) -> TransferPlan:
+    """Return the plan that contains the store of a running request."""
+    side.seen(name, prefix)
+    side.allocated(name)
+    side.name_blocks(prefix)
+    plan = side.step((name, RELOAD), decode=decode)
+    assert plan.stores
+    return plan
 
 
 def loading(side: Side, name: str = "a") -> TransferPlan:

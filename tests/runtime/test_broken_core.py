@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -12,7 +12,7 @@ from kvoffload.model.wire import NOTHING
 from kvoffload.runtime.copies import LoadAnswers
 from tests.conservation import conservation
 from tests.operations import replace_handler
-from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
+from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading, storing
 
 
 def boom(*_: object, **__: object) -> None:
@@ -32,7 +32,7 @@ def test_switching_offloading_off_logs_one_line_with_the_last_journal_lines(
     assert said[1]["cause"] == DegradeCause.HANDLER_RAISED.value
     assert "StepScheduled" in said[1]["journal"][-3]
     assert side.side.degraded is DegradeCause.HANDLER_RAISED
-    assert side.side.counters.snapshot().total("kvoffload_lookup_blocks_total") == 0
+    assert side.counts.total("kvoffload_lookup_blocks_total") == 0
 
 
 @pytest.mark.parametrize("question", ["lookup", "take_results"])
@@ -51,13 +51,18 @@ def test_a_query_that_raises_returns_its_default(
     assert f"doing={question}" in caplog.text
 
 
+def found() -> Side:
+    """Return a side on which a request has found blocks, but has not been allocated."""
+    side = Side()
+    side.stored()
+    assert side.side.lookup(side.seen("a"), 0) == RELOAD
+    return side
+
+
 def test_a_plan_that_raises_is_empty_and_leaves_no_request_waiting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    side = Side()
-    side.stored()
-    side.seen("a")
-    side.side.lookup(RequestId("a"), 0)
+    side = found()
     side.allocated("a", RELOAD)
     monkeypatch.setattr(side.side.core.state.jobs, "submit", boom)
     assert side.step() == NOTHING
@@ -89,31 +94,52 @@ def test_r5_blocks_leased_for_a_job_that_was_never_submitted_are_released(
     assert not side.pool.leased
 
 
-def test_a_load_that_the_core_lost_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = Side()
-    side.stored()
-    side.seen("a")
-    side.side.lookup(RequestId("a"), 0)
-    monkeypatch.setattr(side.side.core._loads, "_plan", boom)
-    side.allocated("a", RELOAD)
-    assert side.side.has_work
-    assert side.side.take_answers().failed == ["a"]
-    assert not side.side.has_work
+def the_handler_of_steps(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_handler(side.side.bus, facts.StepScheduled, boom)
 
 
-def test_open_loads_fail_without_observers_on_the_bus() -> None:
-    side = Side()
-    plan = loading(side)
+def it_without_observers(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     bus = side.side.bus
     for cls, handler in bus._handlers.items():
         bus._routes[cls] = [handler]
-    replace_handler(side.side.bus, facts.StepScheduled, boom)
+    replace_handler(bus, facts.StepScheduled, boom)
+
+
+def the_timeout_of_a_job(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side.side.core.state.jobs, "time_out", boom)
+    side.clock.jump(TIMEOUT_S)
+    assert side.side.has_work
+
+
+def reading_metrics(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side.side.core.state.pool, "count", boom)
+    assert side.side.gauges() == {"kvoffload_degraded": {("handler_raised",): 1}}
+
+
+@pytest.mark.parametrize(
+    "raises", [the_handler_of_steps, it_without_observers, the_timeout_of_a_job, reading_metrics]
+)
+def test_whatever_raises_an_open_load_fails_and_its_blocks_stay_leased_until_its_copy_has_ended(
+    raises: Callable[[Side, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = Side()
+    plan = loading(side)
+    raises(side, monkeypatch)
     side.step()
     assert side.side.degraded is DegradeCause.HANDLER_RAISED
     assert side.side.take_answers().failed == ["a"]
     assert side.pool.leased
-    side.done(plan)
+    assert side.done(plan) == ([], [])
     assert not side.pool.leased
+    assert not side.side.has_work
+
+
+def test_a_load_that_the_core_lost_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = found()
+    monkeypatch.setattr(side.side.core._loads, "_plan", boom)
+    side.allocated("a", RELOAD)
+    assert side.side.has_work
+    assert side.side.take_answers().failed == ["a"]
     assert not side.side.has_work
 
 
@@ -129,10 +155,7 @@ def test_blocks_stay_leased_during_copies_that_the_core_no_longer_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     side = Side(ranks=2)
-    side.seen("a")
-    side.allocated("a")
-    side.name_blocks("p")
-    plan = side.step(("a", RELOAD))
+    plan = storing(side)
     monkeypatch.setattr(side.side.core.stores, "reported", boom)
     side.done(plan, rank=0)
     side.done(plan, rank=0)
@@ -144,22 +167,6 @@ def test_blocks_stay_leased_during_copies_that_the_core_no_longer_counts(
     assert not side.side.has_work
     assert len(side.side.audit()) == 1
     assert "boom" in side.side.audit()[0]
-
-
-def test_after_an_error_hanging_copies_have_the_usual_timeout_and_may_end_late(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    side = Side()
-    plan = loading(side)
-    monkeypatch.setattr(side.side.core.state.jobs, "time_out", boom)
-    side.clock.jump(TIMEOUT_S)
-    assert side.side.has_work
-    side.step()
-    assert side.side.take_answers().failed == ["a"]
-    assert not side.side.has_work
-    assert side.pool.leased
-    assert side.done(plan) == ([], [])
-    assert not side.pool.leased
 
 
 def test_after_the_core_raised_it_receives_no_facts_and_open_loads_fail() -> None:
@@ -175,23 +182,11 @@ def test_after_the_core_raised_it_receives_no_facts_and_open_loads_fail() -> Non
     side.seen("b")
     side.seen("c")
     assert len(given) == 1
-    counts = side.side.counters.snapshot()
+    counts = side.counts
     assert counts.count("kvoffload_load_blocks_total", "failed") == 3
     assert conservation(counts, drained=True) == []
     assert side.side.lookup(RequestId("c"), 0) == 0
     assert side.done(plan) == ([], [RequestId("a")])
-    assert not side.pool.leased
-
-
-def test_reading_metrics_that_raise_returns_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = Side()
-    plan = loading(side)
-    monkeypatch.setattr(side.side.core.state.pool, "count", boom)
-    assert side.side.gauges() == {"kvoffload_degraded": {("handler_raised",): 1}}
-    assert side.pool.leased
-    side.step()
-    assert side.side.take_answers().failed == ["a"]
-    assert side.done(plan) == ([], [])
     assert not side.pool.leased
 
 

@@ -1,36 +1,27 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO
 from kvoffload.model.events import NetBenefitTurned
 from kvoffload.model.wire import JobReport, TransferPlan
-from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
+from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading, storing
 from tests.settings import make_config
-
-if TYPE_CHECKING:
-    from kvoffload.runtime.scheduler_side import SchedulerSide
 
 PER_TOKEN_S = 0.01
 
 
-def value(side: SchedulerSide, name: str, *labels: str) -> float:
-    return side.gauges()[f"kvoffload_{name}"][labels]
-
-
 def saved(side: Side) -> float:
-    return value(side.side, "prefill_seconds_saved_total")
+    return side.gauge("prefill_seconds_saved_total")
 
 
 def waited(side: Side, reason: str = "own_load") -> float:
-    return side.side.counters.snapshot().distributions["kvoffload_load_wait_seconds"][(reason,)].total
+    return side.counts.distributions["kvoffload_load_wait_seconds"][reason,].total
 
 
 def lost(side: Side, direction: str) -> float:
-    return value(side.side, "interference_seconds_total", direction)
+    return side.gauge("interference_seconds_total", direction)
 
 
 def measure_prefill(side: Side, seconds_per_token: float = PER_TOKEN_S) -> None:
@@ -54,7 +45,7 @@ def test_saved_seconds_follow_the_measured_prefill_rate() -> None:
     plan = loading(side)
     side.clock.jump(0.5)
     arrived(side, plan)
-    assert value(side.side, "prefill_tokens_per_second") == pytest.approx(1 / PER_TOKEN_S)
+    assert side.gauge("prefill_tokens_per_second") == pytest.approx(1 / PER_TOKEN_S)
     assert saved(side) == pytest.approx(RELOAD * PER_TOKEN_S)
     assert (waited(side), waited(side, "others_load")) == (0.5, 0)
     assert side.side.benefit.net_s == pytest.approx(RELOAD * PER_TOKEN_S - 0.5)
@@ -73,25 +64,20 @@ def test_loads_from_before_the_first_measurement_count_with_the_next_load() -> N
         assert saved(side) == pytest.approx(number * RELOAD * PER_TOKEN_S)
 
 
-def test_a_failed_load_counts_its_wait_and_saves_nothing() -> None:
+@pytest.mark.parametrize("ends", ["the load fails", "the request ends"])
+def test_a_load_without_use_counts_its_wait_and_saves_nothing(ends: str) -> None:
     side = Side()
     measure_prefill(side)
     plan = loading(side)
     side.clock.jump(0.25)
-    side.done(plan, CopyOutcome.FAILED)
+    if ends == "the load fails":
+        side.done(plan, CopyOutcome.FAILED)
+    else:
+        side.ended("a")
+        side.clock.jump(5.0)
+        arrived(side, plan)
     assert (saved(side), waited(side)) == (0, 0.25)
-    assert value(side.side, "break_even_tokens") == 0
-
-
-def test_the_wait_for_a_load_ends_with_its_request() -> None:
-    side = Side()
-    measure_prefill(side)
-    plan = loading(side)
-    side.clock.jump(0.25)
-    side.ended("a")
-    side.clock.jump(5.0)
-    arrived(side, plan)
-    assert (saved(side), waited(side)) == (0, 0.25)
+    assert side.gauge("break_even_tokens") == 0
 
 
 @pytest.mark.parametrize("end", ["found", "computes", "gone"])
@@ -127,7 +113,7 @@ def test_the_time_of_a_copy_is_the_mean_of_its_ranks() -> None:
     side.step()
     per_token_s = 0.04 / RELOAD
     expected = (1.0 - 0.04) / (PER_TOKEN_S - per_token_s)
-    assert value(side.side, "break_even_tokens") == pytest.approx(expected, abs=1)
+    assert side.gauge("break_even_tokens") == pytest.approx(expected, abs=1)
 
 
 # -- interference -------------------------------------------------------------------------------------------------------
@@ -139,22 +125,12 @@ def decode(side: Side, seconds: float, count: int = 400) -> None:
         side.clock.jump(seconds)
 
 
-def storing(side: Side) -> TransferPlan:
-    """Return the plan that contains the store of a running request."""
-    side.seen("s", "s")
-    side.allocated("s")
-    side.name_blocks("s")
-    plan = side.step(("s", RELOAD), decode=8)
-    assert plan.stores
-    return plan
-
-
 def test_the_extra_time_of_steps_during_copies_counts_as_a_cost() -> None:
     side = Side(config=make_config(transfer_timeout_s=1e6))
     side.seen("d")
     decode(side, 0.010)
     assert (lost(side, "store"), lost(side, "load")) == (0, 0)
-    plan = storing(side)
+    plan = storing(side, decode=8)
     decode(side, 0.012)
     before = lost(side, "store")
     decode(side, 0.012, 100)
@@ -166,21 +142,13 @@ def test_the_extra_time_of_steps_during_copies_counts_as_a_cost() -> None:
     before = lost(side, "store")
     decode(side, 0.012)
     assert lost(side, "store") == before
-
-
-def test_an_idle_engine_counts_no_loss() -> None:
-    side = Side(config=make_config(transfer_timeout_s=1e6))
-    side.seen("d")
-    decode(side, 0.010)
-    storing(side)
-    decode(side, 0.012)
-    side.ended("d")
-    side.ended("s")
+    storing(side, "idle", "idle", decode=8)
+    for name in ("d", "s", "idle"):
+        side.ended(name)
     before = lost(side, "store")
-    side.clock.jump(1000.0)
-    side.step()
-    side.clock.jump(1000.0)
-    side.step()
+    for _ in range(2):  # an idle engine counts no loss, although a copy is open
+        side.clock.jump(1000.0)
+        side.step()
     assert lost(side, "store") == before
 
 
@@ -201,7 +169,7 @@ def test_a_loss_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFixtur
         for _ in range(3):
             side.clock.jump(60.0)
             side.step()
-        assert value(side.side, "net_benefit_negative") == (number < 2)
+        assert side.gauge("net_benefit_negative") == (number < 2)
     assert turns == [True, False]
     side.close()
     assert caplog.text.count("net_benefit_negative net_s=-19.88 period_s=") == 1
@@ -218,7 +186,7 @@ def test_a_loss_below_1_percent_of_the_time_is_not_reported(loss_s: float, is_ne
     for _ in range(2):
         side.clock.jump(60.0)
         side.step()
-    assert value(side.side, "net_benefit_negative") == is_negative
+    assert side.gauge("net_benefit_negative") == is_negative
 
 
 # -- min_load_tokens = "auto" -------------------------------------------------------------------------------------------
@@ -243,7 +211,7 @@ def test_auto_declines_hits_that_take_longer_to_load(wait_s: float, answer: int)
     side.step(("a", RELOAD))
     assert side.side.lookup(side.seen("b"), 0) == answer
     side.allocated("b", answer)
-    counted = side.side.counters.snapshot()
+    counted = side.counts
     # The lookup found 12 of 13 tokens. If the hit is declined, that is the cause of the missing blocks;
     # otherwise only the last token is missing.
     assert counted.count("kvoffload_miss_blocks_total", "load_declined") == (answer == 0)
@@ -279,5 +247,5 @@ def test_measurements_do_not_change_a_configured_minimum() -> None:
     side.clock.jump(25.0)
     arrived(side, plan)
     side.step(("a", RELOAD))
-    assert value(side.side, "break_even_tokens") == 2500
+    assert side.gauge("break_even_tokens") == 2500
     assert side.side.lookup(side.seen("b"), 0) == RELOAD

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,32 +45,36 @@ def warnings(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(line["tier"], line["stage"]) for line in lines if line["event"] == "tier_still_opening"]
 
 
-def check(side: Side, lines: list[dict[str, Any]], tier: str, stage: str) -> None:
-    steps(side, int(2 * OPENING_S) - 4)
-    assert warnings(lines) == []
-    steps(side, 4)
-    assert warnings(lines) == [(tier, stage)]
-    steps(side, 1000)
-    assert len(warnings(lines)) == 1
-    side.close()
-
-
-def test_the_warning_says_that_the_weights_are_being_read(
-    tmp_path: Path, logged: list[dict[str, Any]]
+@pytest.mark.parametrize(
+    ("tier", "stage"),
+    [
+        ("disk", "identity of the weights"),
+        ("disk", "lock of the folder"),
+        ("disk", "slot files of the ranks"),
+        ("remote", "connection"),
+    ],
+)
+def test_one_warning_names_the_stage_of_a_tier_that_opens_for_over_a_minute(
+    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tier: str, stage: str
 ) -> None:
-    check(Side(portal=held(), disk=tmp_path), logged, "disk", "identity of the weights")
-
-
-def test_the_warning_says_that_the_folder_is_locked(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
-    holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
-    check(Side(portal=True, disk=tmp_path), logged, "disk", "lock of the folder")
-    holder.close()
-
-
-def test_the_warning_says_that_ranks_have_opened_no_files(
-    tmp_path: Path, logged: list[dict[str, Any]]
-) -> None:
-    check(Side(portal=True, disk=tmp_path, opens_files=False), logged, "disk", "slot files of the ranks")
+    store = FakeStore()
+    store.fails = True
+    monkeypatch.setattr("kvoffload.runtime.remote_catalog.open_store", lambda *_: store)
+    folder = make_folder(tmp_path, IDENTITY, 0)
+    with lock_folder(folder) if stage == "lock of the folder" else nullcontext():
+        if stage == "identity of the weights":
+            side = Side(portal=held(), disk=tmp_path)
+        elif tier == "disk":
+            side = Side(portal=True, disk=tmp_path, opens_files=stage != "slot files of the ranks")
+        else:
+            side = Side(portal=True, remote=RemotePlace(NOWHERE, lambda: "print"))
+        steps(side, int(2 * OPENING_S) - 4)
+        assert warnings(logged) == []
+        steps(side, 4)
+        assert warnings(logged) == [(tier, stage)]
+        steps(side, 1000)
+        assert len(warnings(logged)) == 1
+        side.close()
 
 
 def test_the_warning_says_that_the_index_is_being_read(
@@ -81,15 +86,6 @@ def test_the_warning_says_that_the_index_is_being_read(
     portal.index.release()
     assert warnings(logged) == [("disk", "index")]
     side.close()
-
-
-def test_the_warning_says_that_the_store_does_not_answer(
-    logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = FakeStore()
-    store.fails = True
-    monkeypatch.setattr("kvoffload.runtime.remote_catalog.open_store", lambda *_: store)
-    check(Side(portal=True, remote=RemotePlace(NOWHERE, lambda: "print")), logged, "remote", "connection")
 
 
 def test_an_idle_engine_logs_no_warning(tmp_path: Path, logged: list[dict[str, Any]]) -> None:

@@ -39,6 +39,7 @@ async def forever(started: Future[None], ended: Future[None]) -> None:
 def test_the_portal_starts_no_thread_before_its_first_use(portal: Portal) -> None:
     threads = threading.active_count()
     assert not portal.is_alive
+    assert Portal("unused").close()
     assert threading.active_count() == threads
     assert portal.spawn(thread_name, "!").result(PATIENCE_S) == "test!"
     assert portal.is_alive
@@ -159,10 +160,6 @@ def test_a_coroutine_started_before_close_ends_with_it(portal: Portal) -> None:
     asked.open()
     assert closed.result(PATIENCE_S)
     assert wait_for([spawned.result(PATIENCE_S)], PATIENCE_S).done
-
-
-def test_an_unused_portal_can_be_closed() -> None:
-    assert Portal("unused").close()
 
 
 def test_copies_run_concurrently_and_a_hanging_copy_does_not_delay_the_next(portal: Portal) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload.model.events import Event, ResetEnded, ResetStarted
 from kvoffload.model.ids import RequestId
-from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading
+from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading, storing
 
 
 def received(side: Side) -> list[Event]:
@@ -17,16 +17,7 @@ def received(side: Side) -> list[Event]:
 
 
 def draining(side: Side) -> float:
-    return side.side.gauges()["kvoffload_reset_draining_jobs"][()]
-
-
-def test_a_reset_without_open_copies_ends_at_once() -> None:
-    side = Side()
-    side.stored()
-    reported = received(side)
-    assert side.side.reset() is True
-    assert reported == [ResetStarted(1, 3, 0, 0), ResetEnded(1, 0)]
-    assert draining(side) == 0
+    return side.gauge("reset_draining_jobs")
 
 
 def test_a_reset_ends_when_the_last_copy_has() -> None:
@@ -40,7 +31,9 @@ def test_a_reset_ends_when_the_last_copy_has() -> None:
     side.done(load)
     assert reported[1:] == [ResetStarted(2, 0, 3, 1), ResetEnded(2, 0)]
     assert draining(side) == 0
+    side.stored("q")
     assert side.side.reset() is True
+    assert reported[3:] == [ResetStarted(3, 3, 0, 0), ResetEnded(3, 0)]
 
 
 def test_a_reset_does_not_wait_for_later_copies() -> None:
@@ -48,10 +41,7 @@ def test_a_reset_does_not_wait_for_later_copies() -> None:
     load = loading(side)
     side.side.reset()
     reported = received(side)
-    side.seen("b", prefix="q")
-    side.allocated("b")
-    side.name_blocks("q")
-    assert side.step(("b", RELOAD)).stores
+    storing(side)
     side.done(load)
     assert reported == [ResetEnded(1, 0)]
     assert draining(side) == 0

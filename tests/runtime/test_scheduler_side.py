@@ -26,23 +26,20 @@ from tests.settings import make_config
 
 def test_a_job_is_abandoned_after_its_time_and_not_before() -> None:
     side = Side()
-    loading(side)
+    side.done(loading(side))
+    side.ended("a")
+    jobs = side.side.core.state.jobs
+    loading(side, "b")
     side.clock.jump(TIMEOUT_S - 0.1)
     side.step()
-    assert side.side.core.state.jobs.count(Direction.LOAD, JobState.SUBMITTED) == 1
+    assert jobs.count(Direction.LOAD, JobState.SUBMITTED) == 1
     side.clock.jump(0.1)
     side.step()
-    assert side.side.core.state.jobs.count(Direction.LOAD, JobState.ABANDONED) == 1
-    assert side.side.take_answers().failed == ["a"]
+    assert jobs.count(Direction.LOAD, JobState.ABANDONED) == 1
+    assert side.side.take_answers().failed == ["b"]
     assert not side.side.has_work
-
-
-def test_jobs_that_have_ended_are_not_overdue() -> None:
-    side = Side()
-    assert side.done(loading(side)) == (["a"], [])
-    side.clock.jump(2 * TIMEOUT_S)
-    side.step(("a", RELOAD))
-    assert side.side.counters.snapshot().total("kvoffload_load_blocks_total") == 3
+    # the first load had ended, so it is not overdue
+    assert side.counts.by_label("kvoffload_load_blocks_total") == {"loaded": 3, "abandoned": 3}
     assert audit_side(side.side) == []
 
 
@@ -61,8 +58,10 @@ def test_an_engine_keeps_stepping_until_it_has_taken_the_answer_of_a_load() -> N
 def test_a_lookup_waits_for_another_requests_load_until_the_time_limit() -> None:
     side = Side()
     loading(side)
-    other = side.seen("b")
-    assert side.side.lookup(other, 0) is None
+    other, gone = side.seen("b"), side.seen("gone")
+    for request in (other, gone):
+        assert side.side.lookup(request, 0) is None
+    side.ended("gone")
     side.clock.jump(TIMEOUT_S - 0.1)
     assert side.side.lookup(other, 0) is None
     side.clock.jump(0.1)
@@ -71,40 +70,32 @@ def test_a_lookup_waits_for_another_requests_load_until_the_time_limit() -> None
     side.done(side.step())
     side.step(("b", RELOAD), preempted=["b"])
     assert not side.side._deferred
-    side.ended("b")
-    side.ended("a")
-
-
-def test_a_request_that_ends_while_waiting_leaves_no_state() -> None:
-    side = Side()
-    loading(side)
-    assert side.side.lookup(side.seen("b"), 0) is None
-    side.ended("b")
-    assert not side.side._deferred
 
 
 # -- pins' ages -------------------------------------------------------------------------------------------------
 
 
 def test_the_oldest_pin_is_reported_while_there_is_one() -> None:
+    def oldest() -> float:
+        return side.gauge("oldest_pin_timestamp_seconds")
+
     side = Side()
     side.stored()
-    side.seen("a")
-    side.seen("b")
-    assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == 0
+    a, b = side.seen("a"), side.seen("b")
+    assert oldest() == 0
     side.clock.jump(5)
     first = side.clock.monotonic()
-    side.side.lookup(RequestId("a"), 0)
+    side.side.lookup(a, 0)
     side.clock.jump(5)
-    side.side.lookup(RequestId("b"), 0)
-    assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first
+    side.side.lookup(b, 0)
+    assert oldest() == first
     side.allocated("a", RELOAD)  # the load's pins have the age of the lookup's pins
     plan = side.step()
-    assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first
+    assert oldest() == first
     side.done(plan)
-    assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == first + 5
+    assert oldest() == first + 5
     side.ended("b")
-    assert side.side.gauges()["kvoffload_oldest_pin_timestamp_seconds"][()] == 0
+    assert oldest() == 0
 
 
 # -- gauges -----------------------------------------------------------------------------------------------------
@@ -133,23 +124,16 @@ def test_an_eviction_reports_its_most_recent_blocks_age_and_a_hit_its_length() -
     side.clock.jump(20.0)
     side.step()
     side.stored("q")
+    side.side.bus.publish(BlocksEvicted(3, EvictionCause.CORRUPT, 0.0))  # this removal has no age
     side.clock.jump(70.0)
     side.step()
     side.stored("r", blocks=4)  # this evicts all blocks of p, and one block of q
-    snapshot = side.side.counters.snapshot()
-    ages = snapshot.distributions["kvoffload_eviction_age_seconds"][()]
+    ages = side.counts.distributions["kvoffload_eviction_age_seconds"][()]
     assert (ages.samples, ages.total) == (1, 70.0)
-    assert snapshot.count("kvoffload_evicted_blocks_total", "host", "space") == 4
+    assert side.counts.count("kvoffload_evicted_blocks_total", "host", "space") == 4
     loading(side, "a")
-    hits = side.side.counters.snapshot().distributions["kvoffload_hit_tokens"][()]
+    hits = side.counts.distributions["kvoffload_hit_tokens"][()]
     assert (hits.samples, hits.total) == (1, RELOAD)
-
-
-def test_blocks_removed_for_other_reasons_have_no_age() -> None:
-    side = Side()
-    side.stored()
-    side.side.bus.publish(BlocksEvicted(3, EvictionCause.CORRUPT, 0.0))
-    assert side.side.counters.snapshot().samples("kvoffload_eviction_age_seconds") == 0
 
 
 @pytest.mark.parametrize(
@@ -203,7 +187,7 @@ def report(rank: int, *, ready: int, growing: bool = False) -> TransferReport:
 
 
 def hook_samples(side: Side) -> Counter[str]:
-    series = side.side.counters.snapshot().distributions["kvoffload_hook_seconds"]
+    series = side.counts.distributions["kvoffload_hook_seconds"]
     return Counter({hook: one.samples for (hook,), one in series.items()})
 
 
@@ -240,7 +224,7 @@ def test_a_hooks_time_includes_all_its_calls_even_one_that_raises(
     side.side.bus.count(facts.TransferReported, lambda _: side.clock.jump(3))
     side.report()
     side.step()
-    series = side.side.counters.snapshot().distributions["kvoffload_hook_seconds"]
+    series = side.counts.distributions["kvoffload_hook_seconds"]
     assert (series["lookup",].total, series["report",].total) == (2, 3)
 
 
@@ -262,7 +246,7 @@ def test_events_follow_their_fact_in_order() -> None:
         *("RequestSeen", "HitPinned", "BlocksAllocated", "LookupAnswered", "LoadScheduled", "StepScheduled"),
         *("TransferReported", "RankReported", "LoadEnded", "RequestEnded"),
     ]
-    assert conservation(side.side.counters.snapshot(), drained=True) == []
+    assert conservation(side.counts, drained=True) == []
 
 
 # -- start and end ----------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ def test_a_first_token_is_an_event_of_its_requests_span(traced: Traced, steps: i
         side.step()
     side.ended("a")
     found = finished(traced)
-    assert side.side.counters.snapshot().samples("kvoffload_first_token_seconds", "nothing") == 1
+    assert side.counts.samples("kvoffload_first_token_seconds", "nothing") == 1
     events = of_request(found, "a")["request"].events
     assert [(event.name, (event.attributes or {})["kvoffload.seconds"]) for event in events] == [
         ("FirstTokenReached", 2.0)
@@ -360,7 +360,7 @@ def test_refused_batches_are_counted_and_logged_once(
     side = make(Failing())
     assert work(side) == work(Side())
     side.close()
-    assert side.side.counters.snapshot().total("kvoffload_span_export_errors_total") > 1
+    assert side.counts.total("kvoffload_span_export_errors_total") > 1
     assert caplog.text.count("spans_not_sent") == 1
 
 
@@ -495,7 +495,7 @@ def test_a_collector_receives_spans_over_http(monkeypatch: pytest.MonkeyPatch) -
         thread.join()
     assert set(Collector.paths) == {"/spans/here"}
     assert {"kvoffload.request", "kvoffload.store"} <= Collector.names
-    assert side.side.counters.snapshot().total("kvoffload_span_export_errors_total") == 0
+    assert side.counts.total("kvoffload_span_export_errors_total") == 0
 
 
 def test_without_a_collector_no_spans_are_recorded() -> None:
