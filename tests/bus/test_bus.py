@@ -27,34 +27,23 @@ class Other:
     number: int = 0
 
 
-def test_a_class_has_exactly_one_state_handler() -> None:
+def test_a_message_reaches_its_classs_state_handler_then_subscribers_in_order_then_batch_handlers() -> None:
     bus, calls = Bus(), list[str]()
-    bus.handle(Base, lambda _: calls.append("base"))
-    bus.handle(Child, lambda _: calls.append("child"))
+    bus.keep(lambda batches: calls.append(f"{len(batches)} batches"), float)
+    bus.count(Base, lambda _: calls.append("base, first"))
+    bus.count(Child, lambda _: calls.append("child, second"))
+    bus.count(Base, lambda _: calls.append("base, third"))
+    bus.handle(Base, lambda _: calls.append("base's state"))
+    bus.handle(Child, lambda _: calls.append("child's state"))
     with pytest.raises(ValueError, match="Base has a handler already"):
         bus.handle(Base, lambda _: calls.append("another"))
     for message in (Child(), Base(), Other()):
         bus.publish(message)
-    assert calls == ["child", "base"]
-
-
-def test_subscribers_get_exactly_their_class_in_order_of_registration() -> None:
-    bus, calls = Bus(), list[str]()
-    bus.count(Base, lambda _: calls.append("base, first"))
-    bus.count(Child, lambda _: calls.append("child, second"))
-    bus.count(Base, lambda _: calls.append("base, third"))
-    for message in (Child(), Base(), Other()):
-        bus.publish(message)
-    assert calls == ["child, second", "base, first", "base, third"]
-
-
-def test_the_state_handler_runs_first_then_other_handlers_then_batch_handlers() -> None:
-    bus, calls = Bus(), list[str]()
-    bus.keep(lambda batches: calls.append(f"{len(batches)} batches"), float)
-    bus.count(Base, lambda _: calls.append("counter"))
-    bus.handle(Base, lambda _: calls.append("state"))
-    bus.publish(Base())
-    assert calls == ["state", "counter", "1 batches"]
+    assert calls == [
+        *("child's state", "child, second", "1 batches"),
+        *("base's state", "base, first", "base, third", "1 batches"),
+        "1 batches",
+    ]
 
 
 def test_messages_that_a_handler_published_follow_its_fact_in_one_batch() -> None:

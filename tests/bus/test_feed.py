@@ -153,32 +153,23 @@ class Interleaved(deque[int]):
         return found
 
 
-async def test_an_event_offered_right_after_the_last_check_wakes_the_consumer() -> None:
-    feed, waiting = _interleaved()
-    # The consumer makes the second check after it has marked itself as asleep.
-    waiting.at[2] = lambda: feed.offer(1)
-    with anyio.fail_after(5):
-        assert await feed.take() == [1]
+@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("check", [1, 2])
+async def test_an_event_offered_while_the_consumer_falls_asleep_is_taken(check: int, closes: bool) -> None:
+    feed, waiting = CountedFeed("watcher", 10), Interleaved()
+    feed._waiting = waiting
 
-
-async def test_an_event_offered_before_the_consumer_sleeps_is_taken() -> None:
-    feed, waiting = _interleaved()
-    waiting.at[1] = lambda: feed.offer(1)
-    with anyio.fail_after(5):
-        assert await feed.take() == [1]
-    assert feed.wakeups == 0
-
-
-async def test_an_event_offered_as_the_feed_closes_is_not_lost() -> None:
-    feed, waiting = _interleaved()
-
-    def end() -> None:
+    def offer() -> None:
         feed.offer(1)
-        feed.close()
+        if closes:
+            feed.close()
 
-    waiting.at[1] = end
+    # The consumer makes the second check after it has marked itself as asleep.
+    waiting.at[check] = offer
     with anyio.fail_after(5):
-        assert await rest(feed) == [1]
+        assert await feed.take() == [1]
+        assert not closes or await feed.take() == []
+    assert feed.wakeups == (check == 2) or closes
 
 
 async def test_an_unnecessary_wake_up_does_no_harm() -> None:
@@ -209,12 +200,6 @@ async def test_events_cross_threads_completely_and_in_order() -> None:
     thread.join()
     assert taken == list(range(20_000))
     assert numbers(feed) == (20_000, 0, 0)
-
-
-def _interleaved() -> tuple[CountedFeed, Interleaved]:
-    feed, waiting = CountedFeed("watcher", 10), Interleaved()
-    feed._waiting = waiting
-    return feed, waiting
 
 
 async def test_a_closed_event_loop_ends_the_feed_and_not_the_producer() -> None:

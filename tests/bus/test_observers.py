@@ -20,22 +20,6 @@ def fed(bus: Bus, name: str, capacity: int) -> Feed[int]:
     return feed
 
 
-async def test_an_observer_gets_everything_until_the_bus_is_closed() -> None:
-    bus, seen, removed = Bus(), list[int](), list[str]()
-    feed = fed(bus, "watcher", 10)
-
-    async def watch(event: int) -> None:
-        seen.append(event)
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(run_observer, feed, watch, lambda name, _: removed.append(name))
-        bus.publish(1)
-        await wait_all_tasks_blocked()
-        bus.publish(2)
-        bus.close()
-    assert (seen, removed) == ([1, 2], [])
-
-
 async def test_an_observer_that_raises_is_removed_and_the_others_continue() -> None:
     bus, seen, removed = Bus(), list[int](), list[tuple[str, str, int]]()
     bad, good = fed(bus, "bad", 10), fed(bus, "good", 10)

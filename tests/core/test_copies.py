@@ -4,8 +4,6 @@ import copy
 
 import pytest
 
-from kvoffload.core.request import RequestRecord
-from kvoffload.model.ids import RequestId
 from tests.core.fingerprint import fingerprint
 from tests.core.world import FAILED, World, full, window
 
@@ -56,11 +54,3 @@ def test_a_copied_world_is_equal_and_behaves_the_same(policy: str) -> None:
     seen = play(duplicate)
     assert fingerprint(world.core) == before != fingerprint(duplicate.core)
     assert play(world) == seen
-
-
-# -- the picture itself -----------------------------------------------------------------------------------------
-
-
-def test_records_in_a_set_are_ordered_by_name() -> None:
-    c, a, d, b = (RequestRecord(RequestId(name), 1, ([],)) for name in "cadb")
-    assert fingerprint({c, a, d, b}) == fingerprint([a, b, c, d])

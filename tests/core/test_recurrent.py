@@ -27,15 +27,19 @@ def compute(world: World, request: Req, until: int) -> None:
         world.step(request, tokens=4)
 
 
+def complete(world: World, request: Req) -> None:
+    """Let a request compute its text, one block per step; end the request and all copies."""
+    compute(world, request, len(request.text))
+    world.step(request, tokens=1)
+    world.drain()
+    world.end_and_drain(request)
+
+
 def with_states(*ends: int, **chosen: bool | int | str) -> World:
     """Return a world with an empty device. Its host has the text's blocks, and states at the lengths `ends`."""
     world = make(**chosen)
     world.states_end = ends
-    request = world.admitted("first", TEXT)
-    compute(world, request, len(TEXT))
-    world.step(request, tokens=1)
-    world.drain()
-    world.end_and_drain(request)
+    complete(world, world.admitted("first", TEXT))
     world.device.forget_keys()
     return world
 
@@ -246,18 +250,16 @@ def test_a_missing_state_is_requested_from_the_engine_and_found_by_the_next_requ
         world.device.forget_keys()
 
 
-def test_no_boundary_is_requested_when_boundaries_are_off() -> None:
-    world = with_states(12, boundaries=False)
-    request = world.add("second", SHARED)
-    assert world.admit(request) == 0
-    assert world.miss() is MissCause.NO_STATE
-    assert not world.reported(BoundaryAsked)
-
-
-def test_no_boundary_is_requested_within_a_hit() -> None:
-    world = with_states(4, 8, 12)
-    request = world.add("second", SHARED)
-    assert world.admit(request) == 8
+@pytest.mark.parametrize(
+    ("ends", "boundaries", "found", "cause"),
+    [((12,), False, 0, MissCause.NO_STATE), ((4, 8, 12), True, 8, MissCause.NEVER_SEEN)],
+)
+def test_no_boundary_is_requested_within_a_hit_or_when_boundaries_are_off(
+    ends: tuple[int, ...], boundaries: bool, found: int, cause: MissCause
+) -> None:
+    world = with_states(*ends, boundaries=boundaries)
+    assert world.admit(world.add("second", SHARED)) == found
+    assert world.miss() is cause
     assert not world.reported(BoundaryAsked)
     assert not boundary(world, "second")
 
@@ -298,9 +300,7 @@ def test_a_failed_store_of_a_state_affects_only_hits_that_end_there() -> None:
     request = world.admitted("a", TEXT)
     world.step(request, tokens=4)
     world.finish(outcome=FAILED)
-    compute(world, request, 12)
-    world.drain()
-    world.end_and_drain(request)
+    complete(world, request)
     world.device.forget_keys()
     assert world.on_host(TEXT) == ".xx"
     assert world.admit(world.add("b", TEXT)) == 12
@@ -326,13 +326,10 @@ def test_r15_a_load_marks_a_state_as_used_and_a_device_hit_does_not(is_loaded: b
 
 
 def served(world: World, name: str, text: str) -> Req:
-    """Serve a request, computing one block per step."""
+    """Serve a request, computing one block per step after a load."""
     request = world.admitted(name, text)
     world.step_and_copy()
-    compute(world, request, len(text))
-    world.step(request, tokens=1)
-    world.drain()
-    world.end_and_drain(request)
+    complete(world, request)
     return request
 
 
@@ -343,11 +340,7 @@ def on_disk(end: int = 8) -> DiskWorld:
     """Return a world with an empty device and host. Its disk has all whole blocks of the text and one state."""
     world = DiskWorld(recurrent(), full(group=1), promises=PROMISES, min_hits=0, host=32, disk=400)
     world.states_end = (end,)
-    request = world.admitted("first", TEXT)
-    compute(world, request, len(TEXT))
-    world.step(request, tokens=1)
-    world.drain()
-    world.end(request)
+    complete(world, world.admitted("first", TEXT))
     world.settle()
     world.empty_host()
     assert world.below(TEXT)[end // 4 - 1] == "x"

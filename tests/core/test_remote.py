@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -11,7 +10,8 @@ from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, TierOutcome
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
 from tests.core.remote_world import RemoteWorld
-from tests.core.world import Req, World, full, keys_of
+from tests.core.world import World, full, keys_of
+from tests.operations import calls
 
 
 def two(**settings: int) -> tuple[RemoteWorld, RemoteWorld]:
@@ -137,24 +137,13 @@ def test_a_store_that_has_not_connected_is_not_queried() -> None:
 
 
 def test_r17_a_failing_store_adds_at_most_five_calls_to_a_lookup() -> None:
-    def calls_of_lookup(world: World, request: Req) -> int:
-        calls = 0
-
-        def seen(_frame: object, event: str, _argument: object) -> None:
-            nonlocal calls
-            calls += event == "call"
-
-        sys.setprofile(seen)
-        try:
-            world.core.lookup(request.name, 0, may_wait=True)
-        finally:
-            sys.setprofile(None)
-        return calls
-
     plain, lost = World(), RemoteWorld()
     lost.fails()
-    without = calls_of_lookup(plain, plain.add("new", TEXT))
-    assert calls_of_lookup(lost, lost.add("new", TEXT)) <= without + 5
+    counts = []
+    for world in (plain, lost):
+        name = world.add("new", TEXT).name
+        counts.append(calls(lambda: world.core.lookup(name, 0, may_wait=True)))  # noqa: B023
+    assert counts[1] <= counts[0] + 5
 
 
 # -- resets and generations -------------------------------------------------------------------------------------

@@ -149,27 +149,20 @@ def test_r10_blocks_that_follow_a_device_hit_from_before_the_reset_are_not_store
     assert world.on_host(TEXT) == "xxx"
 
 
-def test_r10_blocks_computed_between_two_resets_are_not_found_after_the_second() -> None:
+@pytest.mark.parametrize(("has_second", "found"), [(True, "....."), (False, "xxxxx")])
+def test_r10_blocks_computed_after_a_reset_are_stored_by_a_request_that_finds_them_before_the_next(
+    has_second: bool, found: str
+) -> None:
     world = World(host=0)
     world.reset()
     world.end(computed(world))
-    world.reset()
+    if has_second:
+        world.reset()
     world.ready_up_to(8)
     heir = computed(world, "b", TEXT + "nopqrst")
     assert heir.brought == (12, 0)
     world.end_and_drain(heir)
-    assert not world.core.state.pool.index
-
-
-def test_r10_blocks_computed_after_the_reset_are_stored_by_the_request_that_finds_them() -> None:
-    world = World(host=0)
-    world.reset()
-    world.end(computed(world))
-    world.ready_up_to(8)
-    heir = computed(world, "b", TEXT + "nopqrst")
-    assert heir.brought == (12, 0)
-    world.end_and_drain(heir)
-    assert world.on_host(TEXT + "nopqrst") == "xxxxx"
+    assert world.on_host(TEXT + "nopqrst") == found
 
 
 def test_r10_blocks_that_follow_an_old_head_are_not_stored_even_if_the_hits_last_block_is_new() -> None:

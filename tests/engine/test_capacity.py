@@ -89,24 +89,23 @@ def test_without_num_blocks_the_pool_is_sized_for_requests_of_full_length() -> N
     # + 16 = 22 tokens.
     assert capacity.request_blocks(128) == 32 + 2 * 7
     assert pool_size(config, capacity) == 1 + 4 * 46
+    usual = EngineConfig()
+    capacity = Capacity(make_groups(usual), usual.step_tokens, usual.max_model_len)
+    assert pool_size(usual, capacity) == 1 + 4 * 256
 
 
-def test_a_long_prompt_on_a_windowed_model_is_admitted_within_the_bound() -> None:
-    prompt = tokens(120)
-    need = 31 + 2 * 7  # without windows, the three groups would need 93 blocks
-    engine = tiny_engine("sliding_window", num_blocks=need + 1)
-    assert len(run(engine, prompt, 4)) == 4
-    engine = tiny_engine("chunked_local", num_blocks=31 + 2 * 6 + 1)
-    assert len(run(engine, prompt, 4)) == 4
-
-
-def test_with_one_block_less_the_prompt_is_refused_with_need_pool_size_and_remedy() -> None:
-    engine = tiny_engine("sliding_window", num_blocks=45)
-    with pytest.raises(
-        PoolTooSmall, match=r"needs 45 KV blocks .* pool has 44: raise num_blocks to at least 46"
-    ):
+@pytest.mark.parametrize(("kind", "need"), [("sliding_window", 31 + 2 * 7), ("chunked_local", 31 + 2 * 6)])
+def test_a_long_prompt_on_a_windowed_model_is_admitted_within_the_bound(kind: str, need: int) -> None:
+    # without windows, the three groups would need 93 blocks
+    assert len(run(tiny_engine(kind, num_blocks=need + 1), tokens(120), 4)) == 4
+    engine, few = tiny_engine(kind, num_blocks=need), f"needs {need} KV blocks .* pool has {need - 1}"
+    with pytest.raises(PoolTooSmall, match=f"{few}: raise num_blocks to at least {need + 1}"):
         engine.submit(tokens(120), SamplingParams(4))
     assert not engine.has_work
+    with pytest.raises(
+        PromptTooLong, match="120 tokens and asks for 9 new ones, together 129; max_model_len is 128"
+    ):
+        engine.submit(tokens(120), SamplingParams(9))
 
 
 def test_a_prompt_too_large_for_a_full_attention_pool_is_refused_at_once() -> None:
@@ -117,17 +116,3 @@ def test_a_prompt_too_large_for_a_full_attention_pool_is_refused_at_once() -> No
     stream = engine.submit(tokens(40), SamplingParams(1))
     drain(engine)
     assert len(taken(stream)) == 1
-
-
-def test_a_prompt_longer_than_the_model_is_refused() -> None:
-    engine = tiny_engine()
-    with pytest.raises(
-        PromptTooLong, match="120 tokens and asks for 9 new ones, together 129; max_model_len is 128"
-    ):
-        engine.submit(tokens(120), SamplingParams(9))
-
-
-def test_the_default_configuration_has_a_pool() -> None:
-    config = EngineConfig()
-    capacity = Capacity(make_groups(config), config.step_tokens, config.max_model_len)
-    assert pool_size(config, capacity) == 1 + 4 * 256

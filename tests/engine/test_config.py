@@ -53,33 +53,28 @@ def test_a_model_that_cannot_be_built_is_refused(settings: dict[str, Any], messa
         ({"block_tokens": 0}, "block_tokens must be positive"),
         ({"num_blocks": 1}, "num_blocks must be at least 2"),
         ({"device": "tpu"}, 'device must be "cpu", "cuda" or "cuda:N", not \'tpu\''),
+        ({"device": "cuda:99"}, "'cuda:99' does not exist"),
         ({"ranks": 3}, "ranks must be at most 2, the layers in each group, not 3"),
+        (
+            {"kind": "chunked_local", "model": {"chunk_tokens": 10}},
+            r"chunk_tokens \(10\) must be a multiple of block_tokens \(4\)",
+        ),
     ],
 )
 def test_an_engine_that_cannot_be_built_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        tiny_config(**settings)
+        tiny_engine(**settings)
 
 
-def test_a_chunk_must_be_whole_blocks() -> None:
-    with pytest.raises(ConfigError, match=r"chunk_tokens \(10\) must be a multiple of block_tokens \(4\)"):
-        tiny_config("chunked_local", model={"chunk_tokens": 10})
+def test_impossible_sampling_parameters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        SamplingParams(max_new_tokens=0)
 
 
 def test_all_problems_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(block_tokens=0, step_tokens=-1, device="abacus")
     assert len(caught.value.problems) == 3
-
-
-def test_a_device_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'cuda:99' does not exist"):
-        tiny_engine(device="cuda:99")
-
-
-def test_impossible_sampling_parameters_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must be"):
-        SamplingParams(max_new_tokens=0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from kvoffload.engine.plugin import LoadResults
 from tests.engine.copying_plugin import engine_with_plugin, returning
 from tests.engine.tiny import (
     assert_idle,
-    assert_same,
     drain,
     run,
     taken,
@@ -104,15 +103,6 @@ def test_a_request_fails_if_a_plugin_never_releases_its_blocks() -> None:
     with pytest.raises(PoolExhausted, match="2 of the pool's 8 KV blocks are leased"):
         taken(stream)
     assert not engine.has_work
-
-
-def test_if_a_plugin_offers_the_whole_prompt_one_token_is_still_computed() -> None:
-    engine, scheduler, first = returning()
-    scheduler.lookup = lambda request, device_tokens: 40  # type: ignore[method-assign]
-    stream = engine.submit(tokens(40), SamplingParams(6))
-    drain(engine)
-    assert stream.stats.external_tokens == 36
-    assert_same(taken(stream), first)
 
 
 def test_reset_empties_device_and_plugin_and_returns_whether_it_succeeded() -> None:

@@ -65,10 +65,10 @@ def test_requests_with_failed_loads_return_to_the_head_of_the_queue_in_order() -
     drain(engine)
 
 
-def test_a_plugins_offer_is_rounded_down_to_whole_blocks_and_one_token_is_computed() -> None:
+@pytest.mark.parametrize("offer", [39, 40])
+def test_a_plugins_offer_is_rounded_down_to_whole_blocks_and_one_token_is_computed(offer: int) -> None:
     engine, scheduler, first = returning()
-    lookup = scheduler.lookup
-    scheduler.lookup = lambda request, device_tokens: (lookup(request, device_tokens) or 0) + 3  # type: ignore[method-assign]
+    scheduler.lookup = lambda request, device_tokens: offer  # type: ignore[method-assign]
     stream = engine.submit(tokens(40), SamplingParams(6))
     drain(engine)
     assert stream.stats.external_tokens == 36
@@ -76,8 +76,8 @@ def test_a_plugins_offer_is_rounded_down_to_whole_blocks_and_one_token_is_comput
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_request_aborted_while_loading_keeps_its_blocks_until_the_load_ends(fails: bool) -> None:
-    engine, scheduler, _ = returning()
+def test_a_request_aborted_while_loading_keeps_its_blocks_and_its_id_until_the_load_ends(fails: bool) -> None:
+    engine, scheduler, first = returning()
     scheduler.hold_loads = True
     scheduler.fails |= {"gone"} if fails else set()
     engine.submit(tokens(40), request_id="gone")
@@ -90,22 +90,12 @@ def test_a_request_aborted_while_loading_keeps_its_blocks_until_the_load_ends(fa
         assert engine.audit() == []
         # the request keeps its blocks even if the plugin does not lease them
         assert engine._scheduler.loading["gone"].held_blocks == 9
+    with pytest.raises(ValueError, match="'gone' is open"):
+        engine.submit(tokens(40), request_id="gone")
     scheduler.hold_loads = False
     drain(engine)
     assert scheduler.is_drained
     assert_idle(engine)
-
-
-def test_an_aborted_requests_id_cannot_be_reused_until_its_load_ends() -> None:
-    engine, scheduler, first = returning()
-    scheduler.hold_loads = True
-    engine.submit(tokens(40), request_id="same")
-    engine.step()
-    engine.abort("same")
-    with pytest.raises(ValueError, match="'same' is open"):
-        engine.submit(tokens(40), request_id="same")
-    scheduler.hold_loads = False
-    drain(engine)
-    stream = engine.submit(tokens(40), SamplingParams(6), request_id="same")
+    stream = engine.submit(tokens(40), SamplingParams(6), request_id="gone")
     drain(engine)
     assert_same(taken(stream), first)

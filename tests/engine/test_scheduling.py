@@ -79,25 +79,17 @@ def test_an_admission_leaves_the_blocks_that_the_oldest_request_can_still_need()
     assert (oldest.stats.preemptions, other.stats.preemptions) == (0, 0)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_abort_releases_everything(steps: int) -> None:
+@pytest.mark.parametrize(("steps", "is_preempted"), [(0, False), (1, False), (1, True), (3, False)])
+def test_abort_releases_everything(steps: int, is_preempted: bool) -> None:
     engine = tiny_engine(step_tokens=4)
     stream = engine.submit(tokens(10), SamplingParams(5))
     for _ in range(steps):
         engine.step()
+    if is_preempted:
+        assert engine.preempt(stream.request_id)
     engine.abort(stream.request_id)
     assert not engine.has_work
     assert stream.stats.finished_s is not None
-    assert_idle(engine)
-
-
-def test_an_aborted_preempted_request_is_removed() -> None:
-    engine = tiny_engine()
-    stream = engine.submit(tokens(10))
-    engine.step()
-    engine.preempt(stream.request_id)
-    engine.abort(stream.request_id)
-    assert not engine.has_work
     assert_idle(engine)
 
 

@@ -137,6 +137,8 @@ def act(scene: Scene, action: Action) -> None:
     """
     kind, *words = action
     before = invariants.Before.of(scene)
+    if kind not in _FREE:
+        scene.left[str(kind)] -= 1
     _ACTS[str(kind)](scene, *words)
     invariants.check(scene, before if kind != "restart" else invariants.Before.of(scene))
     scene.tidy()
@@ -154,7 +156,6 @@ def _add(scene: Scene, name: str) -> None:
 
 
 def _again(scene: Scene, name: str) -> None:
-    scene.spend("again")
     for entry in [entry for entry in scene.stored if entry[0] == name]:
         del scene.stored[entry]
     scene.world.add(name, scene.kind.texts[name])
@@ -182,7 +183,6 @@ def _allocate(scene: Scene, name: str, how_much: str) -> None:
 
 def _violation(scene: Scene, name: str) -> None:
     """Let the engine expect tokens that the core did not promise, with or without a lookup (R2)."""
-    scene.spend("violation")
     scene.found.pop(name, None)
     request = scene.world.requests[name]
     room = len(request.text) - 1 - scene.world.device_hit(request)
@@ -196,11 +196,6 @@ def _step(scene: Scene, *names: str) -> None:
     invariants.note_plan(scene, plan, known)
 
 
-def _preempt(scene: Scene, name: str) -> None:
-    scene.spend("preempt")
-    scene.world.preempt(scene.world.requests[name])
-
-
 def _end(scene: Scene, name: str) -> None:
     scene.found.pop(name, None)
     scene.world.end(scene.world.requests[name])
@@ -208,12 +203,11 @@ def _end(scene: Scene, name: str) -> None:
 
 def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
     if outcome != "done":
-        scene.spend(outcome)
+        scene.left[outcome] -= 1
     if outcome == "hang":
         _hang(scene, rank, JobId(job))
     elif outcome == "full":
-        assert isinstance(scene.world, RemoteWorld)
-        scene.world.report(rank, JobId(job), takes=len(scene.world.copies[JobId(job)].job.slots) - 1)
+        _remote(scene).report(rank, JobId(job), takes=len(scene.world.copies[JobId(job)].job.slots) - 1)
     else:
         scene.world.report(rank, JobId(job), _OUTCOMES[outcome], (0,) if outcome == "corrupt" else ())
     invariants.check_repeated(scene, Rank(rank))
@@ -221,8 +215,7 @@ def _report(scene: Scene, rank: int, job: int, outcome: str) -> None:
 
 def _hang(scene: Scene, rank: int, job: JobId) -> None:
     """Let a call to the disk hang on one rank. The call may still change the slot that it fills."""
-    assert isinstance(scene.world, DiskWorld)
-    world, copy = scene.world, scene.world.copies[job].job
+    world, copy = _disk(scene), scene.world.copies[job].job
     assert copy.tier is Tier.DISK
     world.failing[Tier.DISK].add(rank)
     world.report(rank, job, FAILED, stuck=(0,))
@@ -233,7 +226,6 @@ def _hang(scene: Scene, rank: int, job: JobId) -> None:
 
 
 def _late(scene: Scene, job: int) -> None:
-    scene.spend("late")
     copy = scene.world.copies[JobId(job)].job
     scene.world.overdue(JobId(job))
     is_store = copy.direction is Direction.STORE
@@ -244,128 +236,82 @@ def _late(scene: Scene, job: int) -> None:
 
 
 def _reset(scene: Scene) -> None:
-    scene.spend("reset")
     scene.world.reset()
     invariants.check_reset(scene)
 
 
-def _forget(scene: Scene) -> None:
-    scene.spend("forget")
-    scene.world.device.forget_keys()
-
-
-def _grow(scene: Scene) -> None:
-    scene.spend("grow")
-    scene.world.ready_up_to(scene.kind.host)
-
-
-def _degrade(scene: Scene) -> None:
-    scene.spend("degrade")
-    scene.world.degrade()
-
-
-def _open(scene: Scene) -> None:
+def _disk(scene: Scene) -> DiskWorld:
     assert isinstance(scene.world, DiskWorld)
-    scene.world.tell(scene.world.unread.pop(0))
+    return scene.world
 
 
-def _works(scene: Scene, rank: int) -> None:
-    assert isinstance(scene.world, DiskWorld)
-    scene.world.fails(rank, works=True)
-
-
-def _spoil(scene: Scene, rank: int, place: int) -> None:
-    scene.spend("spoil")
-    assert isinstance(scene.world, DiskWorld)
-    scene.world.spoil_place(rank, SlotId(place))
-
-
-def _close(scene: Scene) -> None:
-    scene.spend("close")
-    scene.world.tell(facts.DiskClosed())
+def _remote(scene: Scene) -> RemoteWorld:
+    assert isinstance(scene.world, RemoteWorld)
+    return scene.world
 
 
 def _answer(scene: Scene, number: int, how: str) -> None:
     if how != "true":
-        scene.spend("lie" if how == "lies" else "mute")
-    assert isinstance(scene.world, RemoteWorld)
-    scene.world.answer_one(number, how)
+        scene.left["lie" if how == "lies" else "mute"] -= 1
+    _remote(scene).answer_one(number, how)
 
 
 def _reach(scene: Scene) -> None:
     """Report to the scheduler and to all ranks that the store answers."""
-    assert isinstance(scene.world, RemoteWorld)
-    scene.world.reach()
-    scene.world.fails(works=True, tier=Tier.REMOTE)
+    _remote(scene).reach()
+    _remote(scene).fails(works=True, tier=Tier.REMOTE)
 
 
 def _lose(scene: Scene, *ranks: int) -> None:
     """Report to the scheduler, or to these ranks, that the store does not answer."""
-    scene.spend("lose")
-    assert isinstance(scene.world, RemoteWorld)
     if ranks:
-        scene.world.fails(*ranks, tier=Tier.REMOTE)
+        _remote(scene).fails(*ranks, tier=Tier.REMOTE)
     else:
         scene.world.tell(facts.RemoteLost())
 
 
-def _evict(scene: Scene, number: int) -> None:
-    scene.spend("evict")
-    assert isinstance(scene.world, RemoteWorld)
-    del scene.world.store[sorted(scene.world.store)[number]]
-
-
-def _overwrite(scene: Scene, number: int) -> None:
-    """Overwrite one of this engine's values in the remote tier, as another writer could."""
-    scene.spend("overwrite")
-    assert isinstance(scene.world, RemoteWorld)
-    scene.world.store[sorted(scene.world.store)[number]] = Value(GARBAGE, 0)
-
-
-def _empty(scene: Scene) -> None:
-    """Remove all contents of the store, as a restart does."""
-    scene.spend("empty")
-    assert isinstance(scene.world, RemoteWorld)
-    scene.world.store.clear()
+def _take(scene: Scene, number: int, value: Value | None = None) -> None:
+    """Remove a value from the remote tier or, as another writer could, replace it by `value`."""
+    store = _remote(scene).store
+    name = sorted(store)[number]
+    if value is None:
+        del store[name]
+    else:
+        store[name] = value
 
 
 def _rename(scene: Scene) -> None:
     """Give the shared store a new generation, which this engine has not read yet."""
-    scene.spend("rename")
-    assert isinstance(scene.world, RemoteWorld)
-    scene.world.namespace += " renamed"
+    _remote(scene).namespace += " renamed"
 
 
-def _restart(scene: Scene, how: str) -> None:
-    scene.spend("restart")
-    scene.restart(loses_tail=how == "cut")
-
-
-_ACTS: dict[str, Callable[..., None]] = {
+_ACTS: dict[str, Callable[..., object]] = {
     "add": _add,
     "again": _again,
     "lookup": _lookup,
     "allocate": _allocate,
     "violation": _violation,
     "step": _step,
-    "preempt": _preempt,
+    "preempt": lambda scene, name: scene.world.preempt(scene.world.requests[name]),
     "end": _end,
     "report": _report,
     "late": _late,
     "reset": _reset,
-    "forget": _forget,
-    "grow": _grow,
-    "degrade": _degrade,
-    "open": _open,
-    "works": _works,
-    "spoil": _spoil,
-    "close": _close,
-    "restart": _restart,
+    "forget": lambda scene: scene.world.device.forget_keys(),
+    "grow": lambda scene: scene.world.ready_up_to(scene.kind.host),
+    "degrade": lambda scene: scene.world.degrade(),
+    "open": lambda scene: scene.world.tell(_disk(scene).unread.pop(0)),
+    "works": lambda scene, rank: _disk(scene).fails(rank, works=True),
+    "spoil": lambda scene, rank, place: _disk(scene).spoil_place(rank, SlotId(place)),
+    "close": lambda scene: scene.world.tell(facts.DiskClosed()),
+    "restart": lambda scene, how: scene.restart(loses_tail=how == "cut"),
     "answer": _answer,
     "reach": _reach,
     "lose": _lose,
-    "evict": _evict,
-    "overwrite": _overwrite,
-    "empty": _empty,
+    "evict": _take,
+    "overwrite": lambda scene, number: _take(scene, number, Value(GARBAGE, 0)),
+    "empty": lambda scene: _remote(scene).store.clear(),
     "rename": _rename,
 }
+_FREE = ("add", "lookup", "allocate", "step", "end", "report", "open", "works", "answer", "reach")
+"""the other actions are faults, of which a world has a limited number"""

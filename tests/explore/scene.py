@@ -79,9 +79,6 @@ class Scene:
         self.abandoned.clear()
         self.places_abandoned.clear()
 
-    def spend(self, trouble: str) -> None:
-        self.left[trouble] -= 1
-
     def tidy(self) -> None:
         """Drop state that no later action can observe, so that equal behaviour means equal states.
 

@@ -112,6 +112,10 @@ class SmallWorld:
         }
 
 
+def _once(*faults: str) -> dict[str, int]:
+    return dict.fromkeys(faults, 1)
+
+
 _BOTH = (full(), window(5, group=1))
 _WINDOW = (window(5),)
 _STATES = (recurrent(), full(group=1))
@@ -119,94 +123,74 @@ _ONE = {"a": LONG}
 
 WORLDS: Mapping[str, SmallWorld] = {
     # stores into a host that is empty at the start
-    "one request": SmallWorld(
-        texts=_ONE, often=dict.fromkeys(("fail", "late", "reset", "preempt", "grow"), 1)
-    ),
-    "two requests": SmallWorld(often={"fail": 1}),
-    "churn": SmallWorld(texts={"a": LONG, "b": OTHER}, often={"preempt": 1}, host=1),
+    "one request": SmallWorld(texts=_ONE, often=_once("fail", "late", "reset", "preempt", "grow")),
+    "two requests": SmallWorld(often=_once("fail")),
+    "churn": SmallWorld(texts={"a": LONG, "b": OTHER}, often=_once("preempt"), host=1),
     "two ranks": SmallWorld(texts=_ONE, often={"fail": 2, "late": 1, "reset": 1}, ranks=2),
-    "a name used again": SmallWorld(often={"again": 1, "fail": 1, "late": 1, "preempt": 1}, device=8, host=3),
-    "window": SmallWorld(
-        _WINDOW, {"a": "abcdefghijklmnopq"}, {"preempt": 1, "fail": 1, "reset": 1}, device=4
-    ),
+    "a name used again": SmallWorld(often=_once("again", "fail", "late", "preempt"), device=8, host=3),
+    "window": SmallWorld(_WINDOW, {"a": "abcdefghijklmnopq"}, _once("preempt", "fail", "reset"), device=4),
     "window churn": SmallWorld(_WINDOW, {"a": LONG, "b": OTHER}, device=6),
-    "lazy": SmallWorld(texts={"a": LONG, "b": OTHER}, policy="lazy", often={"fail": 1}, device=18, host=3),
-    "late reports": SmallWorld(report_every=2, often={"preempt": 1}, device=16),
-    "states": SmallWorld(
-        _STATES, _ONE, dict.fromkeys(("fail", "late", "reset", "preempt", "grow"), 1), device=10, host=4
-    ),
-    "states of two": SmallWorld(_STATES, often={"preempt": 1, "fail": 1}, device=14, host=3),
+    "lazy": SmallWorld(texts={"a": LONG, "b": OTHER}, policy="lazy", often=_once("fail"), device=18, host=3),
+    "late reports": SmallWorld(report_every=2, often=_once("preempt"), device=16),
+    "states": SmallWorld(_STATES, _ONE, _once("fail", "late", "reset", "preempt", "grow"), device=10, host=4),
+    "states of two": SmallWorld(_STATES, often=_once("preempt", "fail"), device=14, host=3),
     # loads, and requests that wait for loads; at the start, the prefix is on the host
     "a load": SmallWorld(
-        texts=_ONE, served=(LONG,), often=dict.fromkeys(("fail", "late", "reset", "preempt", "corrupt"), 1)
+        texts=_ONE, served=(LONG,), often=_once("fail", "late", "reset", "preempt", "corrupt")
     ),
     "a load on two ranks": SmallWorld(
-        texts=_ONE, served=(LONG,), often=dict.fromkeys(("fail", "late", "reset", "corrupt"), 1), ranks=2
+        texts=_ONE, served=(LONG,), often=_once("fail", "late", "reset", "corrupt"), ranks=2
     ),
-    "sharing a load": SmallWorld(served=(LONG,), often={"fail": 1, "late": 1}),
+    "sharing a load": SmallWorld(served=(LONG,), often=_once("fail", "late")),
     "three share a load": SmallWorld(texts={"a": LONG, "b": LONG, "c": SHORT}, served=(LONG,), device=9),
-    "reset under a load": SmallWorld(served=(LONG,), often={"reset": 1}),
+    "reset under a load": SmallWorld(served=(LONG,), often=_once("reset")),
     "loads and evictions": SmallWorld(
         texts={"a": LONG, "b": OTHER, "c": SHORT}, served=(LONG,), device=9, host=3
     ),
-    "a window's load": SmallWorld(_WINDOW, served=(LONG,), often={"fail": 1, "preempt": 1}, device=7),
-    "full and window": SmallWorld(_BOTH, served=(LONG,), often={"fail": 1, "reset": 1}, device=14, host=4),
+    "a window's load": SmallWorld(_WINDOW, served=(LONG,), often=_once("fail", "preempt"), device=7),
+    "full and window": SmallWorld(_BOTH, served=(LONG,), often=_once("fail", "reset"), device=14, host=4),
     "a state's load": SmallWorld(
-        _STATES, _ONE, {"fail": 1, "reset": 1, "preempt": 1, "corrupt": 1}, (LONG,), device=10, host=4
+        _STATES, _ONE, _once("fail", "reset", "preempt", "corrupt"), (LONG,), device=10, host=4
     ),
-    "sharing a state's load": SmallWorld(_STATES, served=(LONG,), often={"fail": 1}, device=14, host=4),
-    "lazy load": SmallWorld(policy="lazy", served=(LONG,), often={"reset": 1, "corrupt": 1}, device=18),
+    "sharing a state's load": SmallWorld(_STATES, served=(LONG,), often=_once("fail"), device=14, host=4),
+    "lazy load": SmallWorld(policy="lazy", served=(LONG,), often=_once("reset", "corrupt"), device=18),
     # spills, fetches, and restarts in a new process; with 8 host slots, a fetch may copy 2 blocks
     "spills": SmallWorld(
-        texts=_ONE,
-        often=dict.fromkeys(("fail", "late", "reset", "hang", "corrupt"), 1),
-        host=3,
-        disk=2,
-        after_hits=0,
+        texts=_ONE, often=_once("fail", "late", "reset", "hang", "corrupt"), host=3, disk=2, after_hits=0
     ),
     "spills on two ranks": SmallWorld(
-        texts=_ONE,
-        often=dict.fromkeys(("fail", "late", "hang", "corrupt"), 1),
-        ranks=2,
-        host=2,
-        disk=2,
-        after_hits=0,
+        texts=_ONE, often=_once("fail", "late", "hang", "corrupt"), ranks=2, host=2, disk=2, after_hits=0
     ),
     "a spill over another": SmallWorld(
-        texts={"a": SHORT, "b": OTHER}, often={"restart": 1, "spoil": 1}, device=8, disk=1, after_hits=0
+        texts={"a": SHORT, "b": OTHER}, often=_once("restart", "spoil"), device=8, disk=1, after_hits=0
     ),
     "spills of what was found again": SmallWorld(
-        served=(LONG,), often={"fail": 1, "reset": 1, "restart": 1}, host=3, disk=2
+        served=(LONG,), often=_once("fail", "reset", "restart"), host=3, disk=2
     ),
     "a fetch": SmallWorld(
         texts=_ONE,
         on_disk=(LONG,),
-        often=dict.fromkeys(("fail", "late", "reset", "corrupt", "hang", "restart"), 1),
+        often=_once("fail", "late", "reset", "corrupt", "hang", "restart"),
         host=8,
         disk=3,
     ),
     "a fetch on two ranks": SmallWorld(
-        texts=_ONE,
-        on_disk=(LONG,),
-        often=dict.fromkeys(("fail", "late", "spoil", "corrupt"), 1),
-        ranks=2,
-        host=8,
-        disk=2,
+        texts=_ONE, on_disk=(LONG,), often=_once("fail", "late", "spoil", "corrupt"), ranks=2, host=8, disk=2
     ),
-    "sharing a fetch": SmallWorld(on_disk=(LONG,), often={"fail": 1, "late": 1, "spoil": 1}, host=8, disk=2),
+    "sharing a fetch": SmallWorld(on_disk=(LONG,), often=_once("fail", "late", "spoil"), host=8, disk=2),
     "fetches and evictions": SmallWorld(
-        texts={"a": LONG, "b": OTHER}, on_disk=(LONG,), often={"spoil": 1}, device=8, host=2, disk=3
+        texts={"a": LONG, "b": OTHER}, on_disk=(LONG,), often=_once("spoil"), device=8, host=2, disk=3
     ),
     "a window's fetch": SmallWorld(
-        _WINDOW, _ONE, {"fail": 1, "reset": 1, "restart": 1}, device=7, host=8, disk=2, on_disk=(LONG,)
+        _WINDOW, _ONE, _once("fail", "reset", "restart"), device=7, host=8, disk=2, on_disk=(LONG,)
     ),
     "a state's fetch": SmallWorld(
-        _STATES, _ONE, {"fail": 1, "corrupt": 1, "preempt": 1}, device=10, host=12, disk=4, on_disk=(LONG,)
+        _STATES, _ONE, _once("fail", "corrupt", "preempt"), device=10, host=12, disk=4, on_disk=(LONG,)
     ),
     "a disk that opens": SmallWorld(
         texts=_ONE,
         on_disk=(LONG,),
-        often=dict.fromkeys(("open", "reset", "close", "restart", "degrade"), 1),
+        often=_once("open", "reset", "close", "restart", "degrade"),
         host=8,
         disk=3,
         after_hits=0,
@@ -214,18 +198,14 @@ WORLDS: Mapping[str, SmallWorld] = {
     # A remote tier shared by several engines. The core queries the remote tier when a request arrives, and
     # the answer may be wrong or late.
     "puts": SmallWorld(
-        texts=_ONE,
-        often=dict.fromkeys(("fail", "late", "reset", "full", "corrupt"), 1),
-        host=3,
-        hints=3,
-        after_hits=0,
+        texts=_ONE, often=_once("fail", "late", "reset", "full", "corrupt"), host=3, hints=3, after_hits=0
     ),
     "puts on two ranks": SmallWorld(
-        texts=_ONE, often=dict.fromkeys(("fail", "full", "lose"), 1), ranks=2, host=3, hints=2, after_hits=0
+        texts=_ONE, often=_once("fail", "full", "lose"), ranks=2, host=3, hints=2, after_hits=0
     ),
     "puts beside another writer": SmallWorld(
         texts={"a": SHORT, "b": OTHER},
-        often=dict.fromkeys(("overwrite", "mute"), 1),
+        often=_once("overwrite", "mute"),
         device=8,
         host=4,
         hints=1,
@@ -234,21 +214,21 @@ WORLDS: Mapping[str, SmallWorld] = {
     ),
     "a fetch from the store": SmallWorld(
         texts=_ONE,
-        often=dict.fromkeys(("fail", "late", "reset", "corrupt", "evict", "mute"), 1),
+        often=_once("fail", "late", "reset", "corrupt", "evict", "mute"),
         host=8,
         hints=3,
         in_store=(LONG,),
     ),
     "a fetch from the store on two ranks": SmallWorld(
         texts=_ONE,
-        often=dict.fromkeys(("fail", "late", "evict", "overwrite"), 1),
+        often=_once("fail", "late", "evict", "overwrite"),
         ranks=2,
         host=8,
         hints=3,
         in_store=(LONG,),
     ),
     "sharing a fetch from the store": SmallWorld(
-        often=dict.fromkeys(("lie", "fail", "evict"), 1), host=8, hints=3, in_store=(LONG,)
+        often=_once("lie", "fail", "evict"), host=8, hints=3, in_store=(LONG,)
     ),
     "a store that is lost": SmallWorld(
         texts=_ONE,
@@ -259,29 +239,24 @@ WORLDS: Mapping[str, SmallWorld] = {
         after_hits=0,
     ),
     "a window's fetch from the store": SmallWorld(
-        _WINDOW, _ONE, {"lie": 1, "evict": 1, "reset": 1}, device=7, host=8, hints=4, in_store=(LONG,)
+        _WINDOW, _ONE, _once("lie", "evict", "reset"), device=7, host=8, hints=4, in_store=(LONG,)
     ),
     "a state's fetch from the store": SmallWorld(
-        _STATES, _ONE, {"fail": 1, "evict": 1, "preempt": 1}, device=10, host=12, hints=5, in_store=(LONG,)
+        _STATES, _ONE, _once("fail", "evict", "preempt"), device=10, host=12, hints=5, in_store=(LONG,)
     ),
     "disk and store": SmallWorld(
         texts=_ONE,
         on_disk=(SHORT,),
         in_store=(LONG,),
-        often=dict.fromkeys(("fail", "late", "corrupt", "evict", "spoil", "reset", "restart"), 1),
+        often=_once("fail", "late", "corrupt", "evict", "spoil", "reset", "restart"),
         host=12,
         disk=2,
         hints=3,
     ),
     "spills to both": SmallWorld(
-        texts=_ONE,
-        often=dict.fromkeys(("fail", "lose", "reset", "hang"), 1),
-        host=3,
-        disk=2,
-        hints=2,
-        after_hits=0,
+        texts=_ONE, often=_once("fail", "lose", "reset", "hang"), host=3, disk=2, hints=2, after_hits=0
     ),
     # In these worlds, the engine or the operator breaks the contract.
-    "switched off": SmallWorld(served=(LONG,), often={"degrade": 1, "fail": 1}, ranks=2),
-    "violations": SmallWorld(served=(LONG,), often={"violation": 1, "preempt": 1, "forget": 1}),
+    "switched off": SmallWorld(served=(LONG,), often=_once("degrade", "fail"), ranks=2),
+    "violations": SmallWorld(served=(LONG,), often=_once("violation", "preempt", "forget")),
 }

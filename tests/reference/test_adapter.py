@@ -33,21 +33,6 @@ def test_the_adapter_reports_the_engines_shape(kind: str) -> None:
         assert len(shape.groups) == (1 if kind == "full" else 3)
 
 
-def test_released_blocks_are_evicted_from_the_prefixs_tail() -> None:
-    with rig(num_blocks=41) as made:
-        made.hold()
-        stream = made.engine.submit(text(1, 20), SamplingParams(6))
-        made.step()
-        table = made.engine._open[stream.request_id][0].block_tables()[0]
-        made.drain_requests()
-        assert made.engine.statistics().leased_blocks >= 5
-        made.release()
-        made.drain()
-        order = made.engine.pool.next_evictable(40)
-        places = [order.index(block) for block in table[:5]]
-        assert places == sorted(places, reverse=True)
-
-
 def test_every_key_and_block_is_reported_once_and_only_when_it_is_new() -> None:
     with rig() as made:
         reported = received(made, facts.RequestSeen, facts.StepScheduled, facts.RequestEnded)

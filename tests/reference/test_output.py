@@ -189,9 +189,7 @@ async def test_the_plugin_is_found_or_made(
         assert conservation(offload.counters.snapshot(), drained=True) == []
     for prompt, answer in zip(cycle(prompts), answers, strict=False):
         assert_same(answer, plain(kind, prompt, 4), TOLERANCE)
-    assert [
-        record.getMessage() for record in caplog.records if record.levelname in ("ERROR", "WARNING")
-    ] == []
+    assert [one.getMessage() for one in caplog.records if one.levelname in ("ERROR", "WARNING")] == []
 
 
 class _Flips(GatedCopier):

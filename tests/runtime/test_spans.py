@@ -19,8 +19,6 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import JobReport
 from kvoffload.telemetry import otel, spans, timeline
-from tests.gates import ManualExecutor
-from tests.runtime.manual_portal import ManualPortal
 from tests.runtime.parts import BLOCK, RELOAD, TIMEOUT_S, Side, loading
 from tests.settings import make_config
 
@@ -60,14 +58,11 @@ def traced(make: Callable[..., Side]) -> Traced:
     return make(exporter), exporter
 
 
-def executor(side: Side) -> ManualExecutor:
-    assert isinstance(side.portal, ManualPortal)
-    return side.portal.extra
-
-
-def advance(side: Side) -> None:
-    assert isinstance(side.portal, ManualPortal)
-    side.portal.advance(0)
+@pytest.fixture
+def plain_otel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove settings of the machine's environment that choose the exporter."""
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_SDK_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def seen(side: Side, name: str, parent: str | None = TRACE_PARENT, prefix: str = "p") -> RequestId:
@@ -89,18 +84,12 @@ def finished(traced: Traced) -> list[ReadableSpan]:
 
 def of_request(found: Sequence[ReadableSpan], name: str) -> dict[str, ReadableSpan]:
     """Return the span of a request and that span's children, by name."""
-    (root,) = [
-        span
-        for span in found
-        if span.name == "kvoffload.request" and attributes(span)["kvoffload.request"] == name
-    ]
-    assert root.context is not None
-    number = root.context.span_id
-    return {"request": root} | {
-        span.name.removeprefix("kvoffload."): span
-        for span in found
-        if span.parent and span.parent.span_id == number
-    }
+    (root,) = [span for span in found if attributes(span).get("kvoffload.request") == name and is_root(span)]
+    return {"request": root} | children(found, root)
+
+
+def is_root(span: ReadableSpan) -> bool:
+    return span.name == "kvoffload.request"
 
 
 def attributes(span: ReadableSpan) -> dict[str, object]:
@@ -116,8 +105,11 @@ def times(span: ReadableSpan) -> tuple[float, float]:
 
 def children(found: Sequence[ReadableSpan], parent: ReadableSpan) -> dict[str, ReadableSpan]:
     assert parent.context is not None
+    number = parent.context.span_id
     return {
-        span.name: span for span in found if span.parent and span.parent.span_id == parent.context.span_id
+        span.name.removeprefix("kvoffload."): span
+        for span in found
+        if span.parent and span.parent.span_id == number
     }
 
 
@@ -151,10 +143,7 @@ def test_a_request_with_a_load_has_spans_from_its_lookup_to_its_end(traced: Trac
     assert (lookup["kvoffload.result"], lookup["kvoffload.hit_tokens"]) == ("hit", RELOAD)
     assert attributes(reported["load_wait"])["kvoffload.outcome"] == "loaded"
     inside = children(found, reported["load"])
-    assert {name: times(span) for name, span in inside.items()} == {
-        "kvoffload.queued": (2, 2.5),
-        "kvoffload.copy": (2.5, 3.5),
-    }
+    assert {name: times(span) for name, span in inside.items()} == {"queued": (2, 2.5), "copy": (2.5, 3.5)}
     assert [(event.name, event.timestamp) for event in reported["request"].events] == [
         ("HitPinned", int(101e9))
     ]
@@ -168,6 +157,7 @@ def test_request_spans_continue_the_callers_trace(traced: Traced) -> None:
     seen(side, "b", "00-no-header-at-all")
     for name in ("a", "b"):
         side.ended(name)
+    seen(side, "open")
     found = finished(traced)
     reported = of_request(found, "a")
     assert reported["request"].parent is not None
@@ -177,23 +167,29 @@ def test_request_spans_continue_the_callers_trace(traced: Traced) -> None:
         assert of_request(found, alone)["request"].parent is None
     traces = [of_request(found, name)["request"].context for name in ("a", "b", "first-p")]
     assert len({context.trace_id for context in traces if context}) == 3
+    unfinished = of_request(found, "open")
+    assert attributes(unfinished["request"])["kvoffload.end"] == "unfinished"
+    assert set(unfinished) == {"request", "lookup"}
 
 
-def test_a_store_has_spans_for_its_queue_and_copy_and_evictions_have_spans(
-    make: Callable[..., Side],
-) -> None:
+def test_stores_evictions_and_resets_have_spans(make: Callable[..., Side]) -> None:
     exporter = InMemorySpanExporter()
     side = make(exporter, slots=4)
     side.stored("p")
     side.stored("q")
+    side.side.reset()
     found = finished((side, exporter))
     _, second = (span for span in found if span.name == "kvoffload.store")
-    (evicted,) = (span for span in found if span.name == "kvoffload.BlocksEvicted")
+    assert second.parent is None
+    assert set(children(found, second)) == {"queued", "copy"}
+    assert attributes(second)["kvoffload.bytes"] == 64
+    evicted, _ = (span for span in found if span.name == "kvoffload.BlocksEvicted")
     assert evicted.parent is None
     assert attributes(evicted) == {"kvoffload.blocks": 2, "kvoffload.cause": "space", "kvoffload.age_s": 0.0}
-    assert second.parent is None
-    assert set(children(found, second)) == {"kvoffload.queued", "kvoffload.copy"}
-    assert attributes(second)["kvoffload.bytes"] == 64
+    (reset,) = [span for span in found if span.name == "kvoffload.ResetStarted"]
+    assert reset.parent is None
+    assert times(reset) == (0, 0)
+    assert attributes(reset)["kvoffload.dropped_blocks"] == 4
 
 
 @pytest.mark.parametrize("steps", [1, 0])
@@ -222,24 +218,6 @@ def test_a_failed_load_is_an_error(traced: Traced) -> None:
     for name in ("load", "load_wait"):
         assert reported[name].status.status_code is StatusCode.ERROR
         assert reported[name].status.description == "failed"
-
-
-def test_a_reset_is_a_span_without_length(traced: Traced) -> None:
-    side, _ = traced
-    side.stored()
-    side.side.reset()
-    (reset,) = [span for span in finished(traced) if span.name == "kvoffload.ResetStarted"]
-    assert reset.parent is None
-    assert times(reset) == (0, 0)
-    assert attributes(reset)["kvoffload.dropped_blocks"] == 3
-
-
-def test_open_spans_are_sent_as_unfinished_at_the_end(traced: Traced) -> None:
-    side, exporter = traced
-    seen(side, "a")
-    reported = of_request(finished((side, exporter)), "a")
-    assert attributes(reported["request"])["kvoffload.end"] == "unfinished"
-    assert set(reported) == {"request", "lookup"}
 
 
 def test_no_key_is_in_any_span(traced: Traced) -> None:
@@ -307,7 +285,7 @@ def test_spans_do_not_accumulate_in_a_long_running_engine(
         side.allocated(name, RELOAD)
         side.done(side.step())
         side.ended(name)
-        advance(side)
+        side.portal.advance(0)
     spans_ = side.side.observation.spans
     assert spans_ is not None
     canvas, drawn = spans_._canvas, spans_._timeline
@@ -350,7 +328,7 @@ def work(side: Side) -> list[object]:
         received += [plan, side.done(plan)]
         side.ended(name)
         if side.portal is not None:
-            advance(side)
+            side.portal.advance(0)
     return received
 
 
@@ -373,18 +351,17 @@ def test_a_blocking_exporter_changes_nothing_and_dropped_spans_are_counted(
     )
     exporter = InMemorySpanExporter()
     side = make(exporter)
-    held = executor(side)
-    held._held = True  # the exporter's thread stops in its first batch
+    held = side.portal.extra
+    held.hold()  # the exporter's thread stops in its first batch
     seen(side, "early")
-    advance(side)
+    side.portal.advance(0)
     assert held.waiting == 1
     assert work(side) == work(Side())
     assert held.waiting == 1
     dropped = side.side.gauges()["kvoffload_bus_dropped_total"]["spans",]
     assert dropped > 50
-    held._held = False
-    held.run_all()
-    advance(side)
+    held.release()
+    side.portal.advance(0)
     side.ended("early")
     seen(side, "late")
     side.ended("late")
@@ -397,7 +374,7 @@ def test_a_blocking_exporter_changes_nothing_and_dropped_spans_are_counted(
 
 def test_shutdown_waits_only_briefly_for_a_collector(make: Callable[..., Side]) -> None:
     side = make(InMemorySpanExporter())
-    executor(side)._held = True
+    side.portal.extra.hold()
     side.stored()
     before = side.clock.monotonic()
     side.close()
@@ -411,18 +388,13 @@ def test_shutdown_waits_only_briefly_for_a_collector(make: Callable[..., Side]) 
     ("protocol", "part"), [(None, ".http."), ("http/protobuf", ".http."), ("grpc", ".grpc.")]
 )
 def test_the_environment_names_the_protocol(
-    protocol: str | None, part: str, monkeypatch: pytest.MonkeyPatch
+    protocol: str | None, part: str, plain_otel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", raising=False)
-    monkeypatch.delenv("OTEL_EXPORTER_OTLP_PROTOCOL", raising=False)
     if protocol is not None:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
     exporter = spans.make_exporter(URL)
     assert part in type(exporter).__module__
     exporter.shutdown()
-
-
-def test_an_unknown_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "carrier-pigeon")
     with pytest.raises(ConfigError, match="carrier-pigeon"):
         spans.make_exporter(URL)
@@ -458,7 +430,9 @@ def test_the_environments_collector_is_used_if_the_settings_name_none(
     for config in (make_config(), make_config(otlp_endpoint=URL)):
         assert Side(config=config).side.observation.spans is not None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
-    assert Side(config=make_config()).side.observation.spans is None
+    side = Side(config=make_config())
+    assert side.side.observation.spans is None
+    assert "spans" not in side.side.bus.feeds
     assert asked == ["http://127.0.0.1:9/theirs", URL]
 
 
@@ -481,9 +455,7 @@ class Collector(BaseHTTPRequestHandler):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_collector_receives_spans_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_SDK_DISABLED"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_collector_receives_spans_over_http(plain_otel: None) -> None:
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -496,9 +468,3 @@ def test_a_collector_receives_spans_over_http(monkeypatch: pytest.MonkeyPatch) -
     assert set(Collector.paths) == {"/spans/here"}
     assert {"kvoffload.request", "kvoffload.store"} <= Collector.names
     assert side.counts.total("kvoffload_span_export_errors_total") == 0
-
-
-def test_without_a_collector_no_spans_are_recorded() -> None:
-    side = Side(portal=True)
-    assert "spans" not in side.side.bus.feeds
-    side.close()

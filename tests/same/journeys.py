@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from tests.vllm.engine_rig import Rig
@@ -159,32 +159,13 @@ Journeys = Mapping[str, Sequence[Journey]]
 # -- engines ------------------------------------------------------------------------------------------------------
 
 
-class Engine(Protocol):
-    """An engine that the calling thread steps."""
-
-    STORE: tuple[str, ...]
-    LOAD: tuple[str, ...]
-    LOOKUP: tuple[str, ...]
-    SCHEDULER: tuple[str, ...]
-
-    def ask(self, seed: int, tokens: int) -> None: ...
-
-    def step(self) -> None: ...
-
-    def is_busy(self) -> bool: ...
-
-    def forget_device(self) -> None: ...
-
-    def blocks(self, metric: str, label: str) -> int: ...
-
-
 class Reference:
     """The reference engine with its plugin, real host copies and real threads."""
 
-    STORE: tuple[str, ...] = ("plan", "start_stores", "take_output", "update")
-    LOOKUP: tuple[str, ...] = ("lookup",)
-    LOAD: tuple[str, ...] = ("lookup", "allocated", "plan", "start_loads", "take_output", "update")
-    SCHEDULER: tuple[str, ...] = (
+    STORE = ("plan", "start_stores", "take_output", "update")
+    LOOKUP = ("lookup",)
+    LOAD = ("lookup", "allocated", "plan", "start_loads", "take_output", "update")
+    SCHEDULER = (
         "request_added",
         "lookup",
         "prefix_boundary",
@@ -234,9 +215,9 @@ class Vllm:
         "build_connector_worker_meta",
         "update_connector_output",
     )
-    STORE: tuple[str, ...] = ("build_connector_meta", "bind_connector_metadata", "wait_for_save", *_AFTER)
-    LOOKUP: tuple[str, ...] = ("get_num_new_matched_tokens",)
-    LOAD: tuple[str, ...] = (
+    STORE = ("build_connector_meta", "bind_connector_metadata", "wait_for_save", *_AFTER)
+    LOOKUP = ("get_num_new_matched_tokens",)
+    LOAD = (
         *LOOKUP,
         "update_state_after_alloc",
         "build_connector_meta",
@@ -244,7 +225,7 @@ class Vllm:
         "start_load_kv",
         *_AFTER,
     )
-    SCHEDULER: tuple[str, ...] = (
+    SCHEDULER = (
         "on_new_request",
         *LOOKUP,
         "update_state_after_alloc",
@@ -278,6 +259,8 @@ class Vllm:
     def blocks(self, metric: str, label: str) -> int:
         return int(self._rig.counts.count(metric, label))
 
+
+Engine = Reference | Vllm
 
 # -- journeys -----------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,16 @@ class Odds:
     in_order: bool = True
 
 
+def fate_of(draws: random.Random, odds: object, fates: Sequence[str]) -> str:
+    """Draw one of these fates, each with its probability in `odds`, or "done"."""
+    left = draws.random()
+    for fate in fates:
+        left -= getattr(odds, fate)
+        if left < 0:
+            return fate
+    return "done"
+
+
 class ChaosTicket:
     """One batch. Timers copy its bytes and end the batch, at times chosen when the batch is submitted."""
 
@@ -164,14 +174,8 @@ class ChaosCopier:
         self._at(seconds, lambda: self._end(ticket, state, share, explodes=fate == "explode"))
 
     def _fate(self) -> str:
-        odds, left = self.odds, self._draws.random()
-        if self.is_dead:
-            return "hang"
-        for fate in ("fail", "tear", "explode", "hang", "late"):
-            left -= getattr(odds, fate)
-            if left < 0:
-                return fate
-        return "done"
+        drawn = fate_of(self._draws, self.odds, ("fail", "tear", "explode", "hang", "late"))
+        return "hang" if self.is_dead else drawn
 
     def _move(self, ticket: ChaosTicket, seconds: float, share: float) -> None:
         """Copy the first `share` of the pieces, in two parts, at random moments before the end."""

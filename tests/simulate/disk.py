@@ -22,6 +22,7 @@ from unittest import mock
 
 from kvoffload.disk import folder, index, open_folder, slot_file
 from tests.disk.recorded_os import Disk, Inode, RecordedOs
+from tests.simulate.copier import fate_of
 from tests.simulate.loop import SimLoop, SimPortal
 
 if TYPE_CHECKING:
@@ -410,7 +411,7 @@ class SimDisk(RecordedOs):
         """
         thread = SimThread.current()
         assert thread is not None, "the engine's thread calls the disk"
-        fate = self._fate((*fates, "hang"))
+        fate = fate_of(self._draws, self._odds, (*fates, "hang"))
         thread.park(None if fate == "hang" else self._draws.uniform(0, self._odds.usual_s))
         if self.is_gone:
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
@@ -419,14 +420,6 @@ class SimDisk(RecordedOs):
             raise OSError(number, os.strerror(number))
         self.has_lied |= fate == "lost"
         return fate
-
-    def _fate(self, fates: Sequence[str]) -> str:
-        left = self._draws.random()
-        for fate in fates:
-            left -= getattr(self._odds, fate)
-            if left < 0:
-                return fate
-        return "done"
 
     def heals(self) -> None:
         """Cause no more faults, because the run is over."""

@@ -21,6 +21,7 @@ from kvoffload.remote import values
 from kvoffload.remote.store import FAILED, MISSING
 from kvoffload.remote.values import Shard
 from kvoffload.runtime import remote_catalog, worker_side
+from tests.simulate.copier import fate_of
 from tests.simulate.disk import DiskPortal, SimThread
 
 if TYPE_CHECKING:
@@ -198,21 +199,14 @@ class SimStore:
     def _call(self) -> str:
         thread = SimThread.current()
         assert thread is not None, "the engine's thread calls the store"
-        fate, seconds = self._fate(), self._draws.uniform(0, self._odds.usual_s)
+        fate = fate_of(self._draws, self._odds, ("error", "torn", "late", "hang"))
+        seconds = self._draws.uniform(0, self._odds.usual_s)
         self._note(thread, fails=self.is_dead or fate in ("error", "torn", "hang"))
         if fate == "late":
             seconds = self._odds.timeout_s * self._draws.choice([0.9, 1.1, 2.0])
         thread.park(None if fate == "hang" else seconds)
         self._raise_if(self.is_dead or fate == "error")
         return fate
-
-    def _fate(self) -> str:
-        left = self._draws.random()
-        for fate in ("error", "torn", "late", "hang"):
-            left -= getattr(self._odds, fate)
-            if left < 0:
-                return fate
-        return "done"
 
     def _note(self, thread: SimThread, *, fails: bool) -> None:
         """Check that an engine sends only probes to a failing store."""

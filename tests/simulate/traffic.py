@@ -15,6 +15,7 @@ from tests.simulate.scenario import LONGEST
 
 if TYPE_CHECKING:
     import random
+    from collections.abc import Callable
 
     from kvoffload.engine import TokenStream
     from tests.simulate.simulation import Simulation
@@ -105,6 +106,37 @@ async def turn(
         raise AssertionError(f"{stream.request_id} ended after {len(found)} of {new_tokens} tokens")
 
 
+def _device_forgets(world: Simulation) -> None:
+    world.engine.pool.reset_prefix_cache()  # this does nothing while a request uses the cache
+
+
+def _disk_is_gone(world: Simulation) -> None:
+    world.disk.is_gone = True
+
+
+def _store_dies(world: Simulation) -> None:
+    world.store.is_dead = True
+
+
+def _store_fills(world: Simulation) -> None:
+    world.store.is_full = True
+
+
+_ACTS: dict[str, Callable[[Simulation], object]] = {
+    "reset": lambda world: world.reset(),
+    "device_forgets": _device_forgets,
+    "disk_rots": lambda world: world.disk.rots(),
+    "disk_is_gone": _disk_is_gone,
+    "others_write": lambda world: world.store.others_write(),
+    "store_evicts": lambda world: world.store.evict(),
+    "store_dies": _store_dies,
+    "store_returns": lambda world: world.store.comes_back(),
+    "store_restarts": lambda world: world.store.restart(),
+    "store_fills": _store_fills,
+}
+"""acts that take no time; the others are methods of `Operator`"""
+
+
 class Operator:
     """An operator who resets caches, preempts requests, changes weights and causes faults while requests run."""
 
@@ -115,13 +147,10 @@ class Operator:
     async def run(self) -> None:
         for act in self._world.scenario.acts:
             await asyncio.sleep(self._draws.choice([0.0, 0.02, 0.3]) * self._draws.random())
-            await getattr(self, f"_{act}")()
-
-    async def _reset(self) -> None:
-        self._world.reset()
-
-    async def _device_forgets(self) -> None:
-        self._world.engine.pool.reset_prefix_cache()  # this does nothing while a request uses the cache
+            if act in _ACTS:
+                _ACTS[act](self._world)
+            else:
+                await getattr(self, f"_{act}")()
 
     async def _preempt(self) -> None:
         running = [request.request_id for request in self._world.engine._scheduler.running]
@@ -150,30 +179,6 @@ class Operator:
         """Kill or stop the engine's process, and start another engine on its disk."""
         self._world.end_life(self._draws.choice(["kill", "kill", "power fails", "stop"]))
         await self._world.is_open.wait()
-
-    async def _disk_rots(self) -> None:
-        self._world.disk.rots()
-
-    async def _disk_is_gone(self) -> None:
-        self._world.disk.is_gone = True
-
-    async def _others_write(self) -> None:
-        self._world.store.others_write()
-
-    async def _store_evicts(self) -> None:
-        self._world.store.evict()
-
-    async def _store_dies(self) -> None:
-        self._world.store.is_dead = True
-
-    async def _store_returns(self) -> None:
-        self._world.store.comes_back()
-
-    async def _store_restarts(self) -> None:
-        self._world.store.restart()
-
-    async def _store_fills(self) -> None:
-        self._world.store.is_full = True
 
     async def _corrupt(self) -> None:
         """Corrupt a byte of a host slot that no copy uses, on one rank."""

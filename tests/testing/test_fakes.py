@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from kvoffload.model.wire import Direction
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, GatedTicket, wait_all_blocked
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
-from tests.gates import ManualExecutor, ThreadGate
 
 
 @pytest.mark.asyncio
@@ -54,42 +52,6 @@ async def test_a_sleep_of_0_returns_at_once_and_a_jump_wakes_no_sleeper() -> Non
     assert not task.done()
     await clock.advance(0.0)
     assert (task.done(), clock.monotonic()) == (True, 5.0)
-
-
-def test_a_gate_counts_threads_and_holds_them() -> None:
-    gate, passed = ThreadGate(), list[int]()
-
-    def pass_through() -> None:
-        gate.arrive()
-        passed.append(1)
-
-    threads = [threading.Thread(target=pass_through) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    gate.wait_for_arrivals(3)
-    assert (gate.arrivals, passed) == (3, [])
-    gate.open()
-    for thread in threads:
-        thread.join()
-    assert len(passed) == 3
-
-
-def test_a_manual_executor_runs_calls_on_request() -> None:
-    executor, ran = ManualExecutor(), list[int]()
-    first, second, third = (executor.submit(ran.append, number) for number in range(3))
-    assert (ran, executor.waiting) == ([], 3)
-    executor.run_next()
-    assert (ran, first.done(), second.done()) == ([0], True, False)
-    second.cancel()
-    executor.run_all()
-    assert (ran, third.done()) == ([0, 2], True)
-    failing = executor.submit(int, "x")
-    executor.run_all()
-    with pytest.raises(ValueError, match="invalid literal"):
-        failing.result()
-    executor.shutdown()
-    with pytest.raises(RuntimeError, match="shut down"):
-        executor.submit(print)
 
 
 class Bench:
