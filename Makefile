@@ -125,7 +125,7 @@ coverage: venv  ## measure branch coverage of the quick tests
 deep: PROFILE := deep
 deep: $(VENV)/wheel/ready  ## run property tests and kills many more times (long)
 	$(AGAINST_WHEEL) $(BIN)/pytest -m "hypothesis and not gpu and not vllm" --timeout 3600 $(ARGS)
-	$(if $(ARGS),,$(BIN)/python -m tests.kills --each 40)
+	$(if $(ARGS),,KVOFFLOAD_COMMAND_KILLS=440 $(BIN)/pytest -q tests/kills)
 
 disk-kills: $(VENV)/wheel/ready  ## end engines on a disk 220 times at random moments (long)
 	KVOFFLOAD_KILLS=200 KVOFFLOAD_ENGINE_KILLS=20 $(AGAINST_WHEEL) $(BIN)/pytest -q tests/reference/test_disk_kills.py $(ARGS)

@@ -91,7 +91,7 @@ COMMANDS = {
     "report": Command("report {journal} -o {folder}/page.html", {"page.html": _is_page}),
     "timeline": Command("timeline {journal} -o {folder}/trace.json", {"trace.json": _is_json}),
     "timeline-stdout": Command("timeline {journal} -o -"),
-    "doctor": Command("doctor --verbose"),
+    "doctor": Command("doctor --verbose --config host_bytes=1GiB"),
     "dashboards": Command("dashboards export {folder}/new"),
     "completion": Command("completion bash"),
     "sglang-args": Command("sglang-args --config disk_path={folder}"),
