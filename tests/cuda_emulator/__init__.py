@@ -31,9 +31,7 @@ _INTERFACE: dict[str, tuple[object, tuple[object, ...]]] = {
     ),
     "emu_gate": (ctypes.c_int, (ctypes.c_void_p,)),
     "emu_open": (None, ()),
-    "emu_host_access": (None, (ctypes.c_uint64, ctypes.c_size_t, ctypes.c_int)),
     "emu_peek": (ctypes.c_int, (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)),
-    "emu_adopt": (None, (ctypes.c_uint64, ctypes.c_size_t)),
     "emu_fail": (None, (ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)),
     "emu_break": (None, (ctypes.c_int, ctypes.c_int)),
     "emu_calls": (ctypes.c_long, (ctypes.c_char_p, ctypes.c_int)),
@@ -48,8 +46,6 @@ _INTERFACE: dict[str, tuple[object, tuple[object, ...]]] = {
     "cuStreamSynchronize": (ctypes.c_int, (ctypes.c_void_p,)),
     "cuStreamCreateWithPriority": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_uint, ctypes.c_int)),
     "cuMemHostRegister_v2": (ctypes.c_int, (ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint)),
-    "cuMemHostUnregister": (ctypes.c_int, (ctypes.c_uint64,)),
-    "cuMemcpyAsync": (ctypes.c_int, (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)),
 }
 
 
@@ -178,14 +174,6 @@ class Emulator:
 
     def open(self) -> None:
         self.lib.emu_open()
-
-    def host_access(self, address: int, size: int, *, writes: bool) -> None:
-        """Report that the host accesses memory, so that a race with a device operation is detected."""
-        self.lib.emu_host_access(address, size, writes)
-
-    def adopt(self, address: int, size: int) -> None:
-        """Treat this host memory as device memory."""
-        self.lib.emu_adopt(address, size)
 
     def advance(self, seconds: float = 0.0) -> float:
         """Advance the emulated clock; return the new time."""

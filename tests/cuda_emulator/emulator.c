@@ -65,7 +65,7 @@ typedef struct Stream {
     Clock clock;
     double time;
 } Stream;
-typedef struct { Address low, high; char *shadow; int device, adopted; } Allocation;
+typedef struct { Address low, high; char *shadow; int device; } Allocation;
 typedef struct { Address low, high; } Range;
 typedef struct { Address low, high; int agent, write; uint32_t epoch; uint64_t number; int kind; } Access;
 typedef struct { Address page; int access, next; } Place; /* a page that an access touches */
@@ -645,9 +645,6 @@ Result cuEventElapsedTime(float *milliseconds, void *start, void *end_event) {
 
 /* --- memory ------------------------------------------------------------------------------------------------------ */
 
-static void keep(Address low, size_t size, char *shadow, int adopted) {
-    allocations[allocation_count++] = (Allocation){low, low + size, shadow, current, adopted};
-}
 static Result allocate(Address *address, size_t size) {
     size_t whole = (size + 4095) / 4096 * 4096;
     int file = memfd_create("device", 0);
@@ -656,7 +653,7 @@ static Result allocate(Address *address, size_t size) {
     void *shadow = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
     if (seen == MAP_FAILED || shadow == MAP_FAILED) return OUT_OF_MEMORY;
-    keep((Address)seen, size, shadow, 0);
+    allocations[allocation_count++] = (Allocation){(Address)seen, (Address)seen + size, shadow, current};
     *address = (Address)seen;
     return OK;
 }
@@ -881,11 +878,6 @@ int emu_kernel(void *on, Address address, size_t size, uint64_t seed, int writes
     pthread_mutex_unlock(&lock);
     return stream ? OK : INVALID_HANDLE;
 }
-void emu_host_access(Address address, size_t size, int writes) {
-    pthread_mutex_lock(&lock);
-    host_touch(address, size, writes, HOST);
-    pthread_mutex_unlock(&lock);
-}
 /* Looks at device memory past all rules, for a test that has waited; a copy of nothing where there is none. */
 int emu_peek(Address address, void *into, size_t size) {
     pthread_mutex_lock(&lock);
@@ -893,11 +885,6 @@ int emu_peek(Address address, void *into, size_t size) {
     if (found) memcpy(into, found->shadow + (address - found->low), size);
     pthread_mutex_unlock(&lock);
     return found != NULL;
-}
-void emu_adopt(Address address, size_t size) {
-    pthread_mutex_lock(&lock);
-    if (!allocation_of(address, size)) keep(address, size, (char *)address, 1);
-    pthread_mutex_unlock(&lock);
 }
 void emu_fail(const char *name, int code, int skip, int times) {
     pthread_mutex_lock(&lock);

@@ -160,21 +160,17 @@ def test_bytes_that_are_not_an_index_are_reported(data: bytes, reason: str) -> N
     assert str(refused.value) == reason
 
 
-def test_a_batch_of_another_generation_is_not_read() -> None:
-    other = IndexHeader(b"h" * 16, HEADER.files, SLOTS)
-    foreign = encode_batch(other, 1, [put(1, 1)])
-    assert entries(encoded([put(0, 0)]) + foreign) == [put(0, 0)]
+MOVED = encode_batch(HEADER, 0, [put(1, 1)])
+FOREIGN = {
+    "another generation's": encode_batch(replace(HEADER, generation=b"h" * 16), 1, [put(1, 1)]),
+    "moved": MOVED,
+    "moved, with the right number": MOVED[:8] + b"\1" + MOVED[9:],
+}
 
 
-def test_a_moved_batch_is_not_read() -> None:
-    twice = encode_batch(HEADER, 0, [put(0, 0)])
-    assert entries(encode_header(HEADER) + twice + twice) == [put(0, 0)]
-
-
-def test_a_moved_batch_is_not_read_even_with_the_right_number() -> None:
-    batch = bytearray(encode_batch(HEADER, 0, [put(0, 0)]))
-    batch[8] = 1
-    assert entries(encoded([put(1, 1)]) + bytes(batch)) == [put(1, 1)]
+@pytest.mark.parametrize("batch", FOREIGN.values(), ids=FOREIGN)
+def test_a_batch_of_another_generation_or_place_is_not_read(batch: bytes) -> None:
+    assert entries(encoded([put(0, 0)]) + batch) == [put(0, 0)]
 
 
 @pytest.mark.parametrize("record", [put(SLOTS, 1), strike(SLOTS), use(SLOTS)])
@@ -182,16 +178,12 @@ def test_entries_of_slots_outside_the_file_are_skipped(record: DiskRecord) -> No
     assert entries(encoded([put(0, 0)], [record], [put(1, 1)])) == [put(0, 0), put(1, 1)]
 
 
-def test_keys_of_any_length_up_to_the_maximum_are_read() -> None:
-    short, long = (Put(SlotId(slot), BlockKey(b"k" * size), (1, 2)) for slot, size in [(0, 5), (1, 64)])
-    assert entries(encoded([short, long])) == [short, long]
+def test_keys_of_any_length_up_to_the_maximum_and_with_trailing_zeros_are_read() -> None:
+    keys = (b"k" * 5, b"k" * 64, b"k" + bytes(35))
+    puts: list[DiskRecord] = [Put(SlotId(slot), BlockKey(key), (1, 2)) for slot, key in enumerate(keys)]
+    assert entries(encoded(puts)) == puts
     with pytest.raises(DiskError, match="keys of 64 bytes, and one has 65"):
         encode_batch(HEADER, 0, [Put(SlotId(1), BlockKey(bytes(65)), (1, 2))])
-
-
-def test_keys_keep_trailing_zeros() -> None:
-    kept = Put(SlotId(1), BlockKey(b"k" + bytes(35)), (1, 2))
-    assert entries(encoded([kept])) == [kept]
 
 
 def test_in_a_smaller_file_only_entries_of_its_slots_are_read() -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from kvoffload.engine import Engine, SamplingParams
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
-from kvoffload.model.wire import Direction
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.core.audit import audit_side
 from tests.engine.tiny import assert_same, taken
@@ -68,10 +69,25 @@ class Served:
         assert_same(taken(stream), plain(self.kind, tuple(prompt), NEW_TOKENS), TOLERANCE)
         assert audit_side(self.offload) == []
 
-    def share(self) -> None:
-        self.run()
-        self.run()
-        self.step_until(lambda: self.copied(Direction.STORE) > 0)
+    def share(self, prompt: Sequence[int] = PROMPT) -> None:
+        """Serve a prompt twice, and wait until its nine full blocks are in the remote tier."""
+        had = self.copied(Direction.STORE)
+        self.run(prompt)
+        self.run(prompt)
+        self.step_until(lambda: self.copied(Direction.STORE) >= had + 9)
+
+    def find(self, prompt: Sequence[int] = PROMPT) -> None:
+        """Serve a prompt whose blocks another engine has shared; check that they are loaded."""
+        had = self.copied(Direction.LOAD)
+        self.run(prompt)
+        assert self.copied(Direction.LOAD) > had
+
+    @property
+    def tier(self) -> TierState | None:
+        return tier_state(self.offload, Tier.REMOTE)
+
+    def until(self, state: TierState) -> None:
+        self.step_until(lambda: self.tier is state)
 
     def copied(self, way: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
         return sum(each.blocks for each in self.copies if (each.direction, each.outcome) == (way, outcome))

@@ -67,19 +67,30 @@ class World:
 def generation(engine: Engine) -> str:
     """Return the generation that the core uses, or ""."""
     changes = [each for each in engine.reported if not isinstance(each, facts.RemoteAnswered)]
-    return changes[-1].namespace if changes and isinstance(changes[-1], facts.RemoteOpened) else ""
+    if not changes or not isinstance(changes[-1], facts.RemoteOpened):
+        return ""
+    return changes[-1].namespace.removeprefix("print/")
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
+def keyed(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
+    made.key = TierKey(bytes(32))
     monkeypatch.setattr(remote_catalog, "open_store", lambda *_: made.store)
     return made
 
 
+@pytest.fixture(params=["key", "no key"])
+def world(keyed: World, request: pytest.FixtureRequest) -> World:
+    keyed.key = keyed.key if request.param == "key" else None
+    return keyed
+
+
 def test_engines_with_one_fingerprint_share_the_first_ones_generation(world: World) -> None:
     first, second = world.start(), world.start()
-    assert generation(first) == generation(second) == f"print/{world.store.values[NAME].decode()}"
+    assert generation(first) == generation(second)
+    assert world.store.values[NAME].startswith(generation(first).encode())
+    assert 32 <= len(world.store.values[NAME]) <= 256  # no more bytes are read from a bucket
 
 
 @pytest.mark.parametrize("error", [DiskError("no weights"), RecursionError("too deep")])
@@ -180,39 +191,12 @@ def test_a_store_that_fails_during_a_reset_is_not_reported_open(world: World) ->
     assert generation(first) != ""
 
 
-@pytest.fixture
-def keyed(world: World) -> World:
-    world.key = TierKey(bytes(32))
-    return world
-
-
-def read(engine: Engine) -> str:
-    return generation(engine).removeprefix("print/")
-
-
-def test_r18_generations_with_a_tier_key_behave_as_without_one(keyed: World) -> None:
-    first, second = keyed.start(), keyed.start()
-    was = read(first)
-    assert read(second) == was
-    assert was.encode() in keyed.store.values[NAME]
-    # at most 256 bytes of such an object are read from a bucket
-    assert len(keyed.store.values[NAME]) <= 256
-    del keyed.store.values[NAME]
-    keyed.step(LOOK_PERIOD_S)
-    shared = read(first)
-    assert shared == read(second) != was
-    assert first.reset()
-    keyed.step(LOOK_PERIOD_S)
-    assert len({shared, read(first), read(keyed.start())}) == 3
-    assert read(second) == shared
-
-
 @pytest.mark.parametrize(
     "harm", ["no key", "another key", "another name's", "other time", "not after a reset"]
 )
 def test_r18_with_a_tier_key_a_forged_generation_is_not_used(keyed: World, harm: str) -> None:
     first = keyed.start()
-    was = read(first)
+    was = generation(first)
     assert was
     first.reset()
     genuine = keyed.store.values[NAME]
@@ -224,37 +208,37 @@ def test_r18_with_a_tier_key_a_forged_generation_is_not_used(keyed: World, harm:
         "not after a reset": genuine.replace(b" after a reset", b""),
     }[harm]
     assert keyed.store.values[NAME] != genuine
-    assert read(keyed.start()) == ""
+    assert generation(keyed.start()) == ""
     keyed.store.values[NAME] = genuine
-    assert read(keyed.start()) != ""
+    assert generation(keyed.start()) != ""
 
 
 @pytest.mark.parametrize("key", [None, TierKey(bytes(32))], ids=["no key", "key"])
 def test_r18_with_a_tier_key_running_engines_refuse_a_restored_older_generation(
-    world: World, key: TierKey | None
+    keyed: World, key: TierKey | None
 ) -> None:
-    world.key = key
-    first = world.start()
-    old, name = world.store.values.pop(NAME), read(first)
-    world.step(LOOK_PERIOD_S)
-    newer = read(first)
+    keyed.key = key
+    first = keyed.start()
+    old, name = keyed.store.values.pop(NAME), generation(first)
+    keyed.step(LOOK_PERIOD_S)
+    newer = generation(first)
     assert newer != name
-    world.store.values[NAME] = old
+    keyed.store.values[NAME] = old
     with capture_logs() as lines:
-        world.step(LOOK_PERIOD_S)
-        world.step(LOOK_PERIOD_S)
+        keyed.step(LOOK_PERIOD_S)
+        keyed.step(LOOK_PERIOD_S)
     refused = [line["event"] for line in lines].count("remote_generation_refused")
-    assert (read(first), refused) == ((name, 0) if key is None else (newer, 1))
-    assert read(world.start()) == name  # a new engine cannot detect that the old generation is back
+    assert (generation(first), refused) == ((name, 0) if key is None else (newer, 1))
+    assert generation(keyed.start()) == name  # a new engine cannot detect that the old generation is back
 
 
 def test_a_new_generation_is_newer_than_all_earlier_ones_with_any_clock(
     keyed: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = keyed.start(), keyed.start()
-    was = read(first)
+    was = generation(first)
     del keyed.store.values[NAME]
     # as on a machine whose clock was never set: twelve days after 1970
     monkeypatch.setattr(time, "time_ns", lambda: 10**15)
     keyed.step(LOOK_PERIOD_S)
-    assert read(first) == read(second) != was
+    assert generation(first) == generation(second) != was

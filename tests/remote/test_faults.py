@@ -22,11 +22,11 @@ from obstore.store import S3Store
 
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.ids import BlockKey
-from kvoffload.model.wire import Direction, Tier
+from kvoffload.model.wire import Direction
 from kvoffload.remote.local import Server
 from kvoffload.remote.values import TRAILER_BYTES, Shard
 from kvoffload.runtime import remote_catalog
-from kvoffload.telemetry.catalogue import TierState, tier_state
+from kvoffload.telemetry.catalogue import TierState
 from tests.captured_logs import capture_logs
 from tests.gates import ThreadGate
 from tests.reference.rig import BLOCK, slot_bytes, text
@@ -64,27 +64,6 @@ def proxy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     made.end()
 
 
-def state_of(engine: Served) -> TierState | None:
-    return tier_state(engine.offload, Tier.REMOTE)
-
-
-def until(engine: Served, state: TierState) -> None:
-    engine.step_until(lambda: state_of(engine) is state)
-
-
-def share(engine: Served, prompt: tuple[int, ...]) -> None:
-    had = engine.copied(STORE)
-    engine.run(prompt)
-    engine.run(prompt)
-    engine.step_until(lambda: engine.copied(STORE) >= had + 9)
-
-
-def check_found(engine: Served, prompt: tuple[int, ...]) -> None:
-    had = engine.copied(LOAD)
-    engine.run(prompt)
-    assert engine.copied(LOAD) > had
-
-
 def meet(first: Served, second: Served) -> None:
     """Serve other prompts until the second engine finds blocks that the first engine has shared."""
     had, ends = (
@@ -94,7 +73,7 @@ def meet(first: Served, second: Served) -> None:
     for seed in itertools.count(100):
         assert time.monotonic() < ends
         for engine in (first, second):
-            until(engine, TierState.OPEN)
+            engine.until(TierState.OPEN)
         for engine in (first, first, second):
             engine.run(text(seed, 10 * BLOCK))
         if second.copied(LOAD) > had:
@@ -106,14 +85,14 @@ def check_gone_and_back(
 ) -> list[dict[str, Any]]:
     """Check that engines share blocks before and after a failure of the remote tier; return the log lines."""
     for prompt in PROMPTS[:2]:
-        share(first, prompt)
-    check_found(second, PROMPTS[0])
+        first.share(prompt)
+    second.find(PROMPTS[0])
     loaded = second.copied(LOAD)
     with capture_logs() as lines:
         fail()
         second.run(PROMPTS[1])
         for engine in (first, second):
-            until(engine, TierState.FAILING)
+            engine.until(TierState.FAILING)
             engine.run(PROMPTS[2])
         assert second.copied(LOAD) == loaded
         restore()
@@ -158,9 +137,9 @@ def test_r17_a_failing_bucket_is_not_called_until_it_works_again(
 def test_r17_a_slow_bucket_is_used_within_its_time_limit(start: StartEngine, proxy: Proxy) -> None:
     first, second = (start("s3://blocks/kvoffload", weights_id="slow").opened() for _ in range(2))
     proxy.seconds = 0.2
-    share(first, PROMPT)
-    check_found(second, PROMPT)
-    assert state_of(second) is TierState.OPEN
+    first.share()
+    second.find()
+    assert second.tier is TierState.OPEN
 
 
 @pytest.mark.parametrize(
@@ -204,13 +183,13 @@ def test_r17_a_full_mooncake_store_refuses_puts_and_serves_gets(start: StartEngi
     server = Mooncake(tmp_path, "--default_kv_lease_ttl", 60_000, node_bytes=2**24)
     try:
         first, second = (start(server.url).opened() for _ in range(2))
-        share(first, PROMPTS[0])
+        first.share(PROMPTS[0])
         # The read gives the blocks a lease, so the remote tier cannot evict them.
-        check_found(second, PROMPTS[0])
+        second.find(PROMPTS[0])
         fill(server)
         check_refused(first, "-200")
         assert errors(first)["full"] >= 2
-        check_found(start(server.url).opened(), PROMPTS[0])
+        start(server.url).opened().find(PROMPTS[0])
     finally:
         server.close()
 
@@ -218,13 +197,13 @@ def test_r17_a_full_mooncake_store_refuses_puts_and_serves_gets(start: StartEngi
 @pytest.mark.parametrize("status", [403, 507])
 def test_r17_a_full_or_read_only_bucket_is_read(start: StartEngine, proxy: Proxy, status: int) -> None:
     first, second = (start("s3://blocks/kvoffload", weights_id=f"full {status}").opened() for _ in range(2))
-    share(first, PROMPTS[0])
+    first.share(PROMPTS[0])
     proxy.refuse = lambda method: status if method == "PUT" else None
     check_refused(first, str(status))
     assert errors(first)[{403: "denied", 507: "full"}[status]] >= 2
-    check_found(second, PROMPTS[0])
+    second.find(PROMPTS[0])
     proxy.restore()
-    share(first, PROMPTS[2])
+    first.share(PROMPTS[2])
 
 
 def errors(engine: Served) -> dict[str, float]:
@@ -244,7 +223,7 @@ def check_refused(engine: Served, reason: str) -> None:
     refusals = [line["reason"] for line in lines if line["event"] == "remote_write_refused"]
     assert len(refusals) == 1
     assert reason in refusals[0]
-    assert state_of(engine) is TierState.OPEN
+    assert engine.tier is TierState.OPEN
 
 
 def fill(server: Mooncake) -> None:
@@ -271,7 +250,7 @@ def test_r17_a_read_fails_if_its_lease_ends(start: StartEngine, tmp_path: Path) 
     server = Mooncake(tmp_path, "--default_kv_lease_ttl", 200)
     try:
         first, second = (start(server.url, weights_id="lease").opened() for _ in range(2))
-        share(first, PROMPT)
+        first.share()
         suspend(server.node)
         later = threading.Timer(1.0, resume, (server.node,))
         later.start()
@@ -279,9 +258,9 @@ def test_r17_a_read_fails_if_its_lease_ends(start: StartEngine, tmp_path: Path) 
         later.join()
         assert second.copied(LOAD) == 0
         assert second.copied(LOAD, TierOutcome.FAILED) > 0
-        assert state_of(second) is TierState.OPEN
-        share(first, PROMPTS[1])
-        check_found(second, PROMPTS[1])
+        assert second.tier is TierState.OPEN
+        first.share(PROMPTS[1])
+        second.find(PROMPTS[1])
     finally:
         server.close()
 
@@ -299,7 +278,7 @@ def test_r17_values_of_another_writer_in_mooncake_are_not_used(
     server = Mooncake(tmp_path, "--default_kv_lease_ttl", 500)
     try:
         first, second = (start(server.url).opened() for _ in range(2))
-        share(first, PROMPT)
+        first.share()
         shard, keys = names_of(first)
         writer = other_writer(server)
         for name in map(shard.name, keys):
@@ -318,7 +297,7 @@ def test_r17_values_of_another_writer_in_a_bucket_are_not_used(
 ) -> None:
     bucket.reach(monkeypatch)
     first, second = (start(bucket.url, weights_id=f"values {harm}").opened() for _ in range(2))
-    share(first, PROMPT)
+    first.share()
     there = S3Store("blocks", prefix="kvoffload")
     if harm == "cut":
         second.run(PROMPTS[1])  # The second engine reads the index before the pack is truncated.
@@ -339,7 +318,7 @@ def check_corrupt(engine: Served) -> None:
         counted.count("kvoffload_tier_blocks_total", "remote", "load", each) for each in ("corrupt", "failed")
     ]
     assert sum(wrong) > 0
-    assert state_of(engine) is TierState.OPEN
+    assert engine.tier is TierState.OPEN
 
 
 def test_r17_with_an_untrusted_certificate_the_tier_is_not_used(
@@ -353,9 +332,9 @@ def test_r17_with_an_untrusted_certificate_the_tier_is_not_used(
             engine.step_until(lambda: [line for line in lines if line["event"] == "remote_fails"] != [])
             engine.run()
         assert all("UnknownIssuer" in line["reason"] for line in lines if line["event"] == "remote_fails")
-        assert state_of(engine) is TierState.OPENING
+        assert engine.tier is TierState.OPENING
         monkeypatch.setenv("SSL_CERT_FILE", str(server.certificate))
-        share(start(server.url).opened(), PROMPT)
+        start(server.url).opened().share()
     finally:
         server.close()
 
@@ -371,4 +350,4 @@ def test_r17_with_refused_credentials_the_tier_is_not_used_and_no_secret_is_logg
         engine.run()
     assert "403" in str(lines)
     assert not any(secret in str(lines) for secret in (*bucket.secrets, "wrong"))
-    assert state_of(engine) is TierState.OPENING
+    assert engine.tier is TierState.OPENING

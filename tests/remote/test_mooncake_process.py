@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from kvoffload.model.causes import TierOutcome
-from kvoffload.model.wire import Direction, Tier
+from kvoffload.model.wire import Direction
 from kvoffload.remote import mooncake
 from kvoffload.runtime import remote_catalog
-from kvoffload.telemetry.catalogue import TierState, tier_state
+from kvoffload.telemetry.catalogue import TierState
 from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, text
-from tests.remote.sharing import PATIENCE_S, PROMPT, Served, StartEngine
+from tests.remote.sharing import PATIENCE_S, StartEngine
 
 TIMEOUT_S = 1.5
 OTHER, LATER = text(7, 10 * BLOCK), text(8, 10 * BLOCK)
@@ -109,28 +109,10 @@ def of_event(lines: list[dict[str, Any]], event: str) -> list[str]:
     return [str(line.get("reason")) for line in lines if line["event"] == event]
 
 
-def until(engine: Served, state: TierState) -> None:
-    engine.step_until(lambda: tier_state(engine.offload, Tier.REMOTE) is state)
-
-
-def share(engine: Served, prompt: tuple[int, ...]) -> None:
-    had = engine.copied(Direction.STORE)
-    engine.run(prompt)
-    engine.run(prompt)
-    engine.step_until(lambda: engine.copied(Direction.STORE) >= had + 9)
-
-
-def find(engine: Served, prompt: tuple[int, ...]) -> None:
-    """Serve a prompt whose blocks another engine has shared; check that they are loaded."""
-    had = engine.copied(Direction.LOAD)
-    engine.run(prompt)
-    assert engine.copied(Direction.LOAD) > had
-
-
 def test_the_engines_process_never_calls_the_mooncake_client(start: StartEngine, fake: Fake) -> None:
     first, second = (start(fake.url, ranks=2, weights_id="pids").opened() for _ in range(2))
     first.share()
-    find(second, PROMPT)
+    second.find()
     made = set(fake.pids())
     assert os.getpid() not in made
     # each of the two engines has one process for the scheduler and one for each of two ranks
@@ -158,8 +140,8 @@ def test_r17_a_client_that_ends_or_hangs_during_a_copy_loses_only_hits(
     first, second = (
         start(fake.url, remote_timeout_s=TIMEOUT_S, weights_id="amid").opened() for _ in range(2)
     )
-    share(first, PROMPT)
-    share(first, LATER)
+    first.share()
+    first.share(LATER)
     had = len(fake.pids(call))
     fake.order(call, how)
     with capture_logs() as lines:
@@ -175,7 +157,7 @@ def test_r17_a_client_that_ends_or_hangs_during_a_copy_loses_only_hits(
         second.step_until(
             lambda: len(of_event(lines, "remote_works")) == len(of_event(lines, "remote_fails"))
         )
-    until(second, TierState.OPEN)
+    second.until(TierState.OPEN)
     ended, reasons = set(fake.pids(call)[had:]), of_event(lines, "remote_fails")
     # On a slow machine, a second process may also have been started and ended.
     assert len(reasons) == len(ended)
@@ -183,7 +165,7 @@ def test_r17_a_client_that_ends_or_hangs_during_a_copy_loses_only_hits(
     signals = {"kill": "exit code -9", "abort": "exit code -6"}
     assert all(signals.get(how, "has not") in reason for reason in reasons)
     assert of_event(lines, "remote_call_returned") == []
-    find(second, LATER)
+    second.find(LATER)
     assert fake.pids("batch_get_into")[-1] not in ended
     first.run(OTHER)
 
@@ -210,7 +192,7 @@ def test_r17_a_client_that_does_not_connect_is_only_probed_and_used_later(
     assert all(reason in each for each in of_event(lines, "remote_fails"))
     # The scheduler's side and the rank each log one line.
     assert len(of_event(lines, "remote_fails")) == 2
-    assert tier_state(engine.offload, Tier.REMOTE) is TierState.OPENING
+    assert engine.tier is TierState.OPENING
     monkeypatch.setattr(mooncake, "CONNECT_S", PATIENCE_S)
     fake.lift("setup")
     engine.opened().share()

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvoffload.model.wire import Direction, Tier
+from kvoffload.model.wire import Direction
 from kvoffload.runtime import remote_catalog
-from kvoffload.telemetry.catalogue import TierState, tier_state
+from kvoffload.telemetry.catalogue import TierState
 from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, text
 from tests.remote.sharing import PROMPT, StartEngine
@@ -27,7 +27,7 @@ def test_r18_the_second_engine_finds_the_first_ones_blocks(
     assert second.namespace == first.namespace
     second.run()
     assert second.copied(Direction.LOAD) > 0
-    assert tier_state(second.offload, Tier.REMOTE) is TierState.OPEN
+    assert second.tier is TierState.OPEN
     counted = second.offload.counters.snapshot()
     assert counted.count("kvoffload_tier_blocks_total", "remote", "load", "done") == second.copied(
         Direction.LOAD

@@ -23,15 +23,11 @@ TIMEOUT_S = 2.0
 
 
 def store(number: int, slots: Sequence[int], blocks: Sequence[int]) -> DeviceJob:
-    return _job(number, Direction.STORE, slots, blocks)
+    return device_job(number, Direction.STORE, slots, blocks)
 
 
 def load(number: int, slots: Sequence[int], blocks: Sequence[int]) -> DeviceJob:
-    return _job(number, Direction.LOAD, slots, blocks)
-
-
-def _job(number: int, direction: Direction, slots: Sequence[int], blocks: Sequence[int]) -> DeviceJob:
-    return device_job(number, direction, slots, blocks)
+    return device_job(number, Direction.LOAD, slots, blocks)
 
 
 class Rig:

@@ -43,7 +43,7 @@ class CountingPin:
         return True
 
 
-async def test_ready_slots_grow_with_each_chunk() -> None:
+async def test_ready_slots_grow_with_each_chunk_and_keep_their_addresses() -> None:
     executor, pin = ManualExecutor(), CountingPin()
     arena = Arena(LAYOUT, 8, MmapAllocator(executor, pin), chunk_bytes=CHUNK)
     growth = [arena.ready_slots]
@@ -53,8 +53,14 @@ async def test_ready_slots_grow_with_each_chunk() -> None:
         executor.run_next()
         await wait_all_blocked()
         growth.append(arena.ready_slots)
+        if len(growth) == 2:
+            arena.pages(2)[1][:4] = b"kept"
     await task
     assert growth == [0, 3, 6, 8]
+    assert arena.pages(2)[1][:4].tobytes() == b"kept"
+    assert arena.pages(7)[0].tobytes() == bytes(4096)
+    with pytest.raises(IndexError, match="slot 8"):
+        arena.pages(8)[0]
     assert arena.refusal is None
     # sizes are not rounded to powers of two
     assert sum(pin.pinned.values()) < 8 * LAYOUT.slot_bytes + 3 * 2 * 64
@@ -62,23 +68,6 @@ async def test_ready_slots_grow_with_each_chunk() -> None:
     arena.close()
     executor.release()  # memory is released on the executor's threads
     assert pin.pinned == {}
-
-
-async def test_ready_slots_keep_their_addresses() -> None:
-    executor = ManualExecutor()
-    arena = Arena(LAYOUT, 6, MmapAllocator(executor), chunk_bytes=CHUNK)
-    task = asyncio.create_task(arena.prepare())
-    await wait_all_blocked()
-    executor.run_next()
-    await wait_all_blocked()
-    arena.pages(2)[1][:4] = b"kept"
-    executor.run_next()
-    await task
-    assert arena.pages(2)[1][:4].tobytes() == b"kept"
-    assert arena.pages(5)[0].tobytes() == bytes(4096)
-    with pytest.raises(IndexError, match="slot 6"):
-        arena.pages(6)[0]
-    arena.close()
 
 
 async def test_a_refused_chunk_ends_growth_and_keeps_ready_slots() -> None:
@@ -130,25 +119,19 @@ async def test_an_arena_may_have_no_slots() -> None:
     arena.close()
 
 
-async def test_cancelling_while_a_chunk_is_allocated_leaks_no_memory() -> None:
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+async def test_a_chunk_that_is_allocated_while_the_growth_ends_is_released(how: str) -> None:
     executor, pin = ManualExecutor(), CountingPin()
     arena = Arena(LAYOUT, 8, MmapAllocator(executor, pin), chunk_bytes=CHUNK)
     task = asyncio.create_task(arena.prepare())
     await wait_all_blocked()
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    executor.run_all()
-    assert (arena.ready_slots, pin.pinned) == (0, {})
-
-
-async def test_closing_while_a_chunk_is_allocated_releases_all_memory() -> None:
-    executor, pin = ManualExecutor(), CountingPin()
-    arena = Arena(LAYOUT, 8, MmapAllocator(executor, pin), chunk_bytes=CHUNK)
-    task = asyncio.create_task(arena.prepare())
-    await wait_all_blocked()
-    arena.close()
+    if how == "cancelled":
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    else:
+        arena.close()
     executor.release()
-    await task
+    await asyncio.gather(task, return_exceptions=True)
     assert (arena.ready_slots, pin.pinned) == (0, {})
 
 

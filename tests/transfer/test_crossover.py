@@ -223,13 +223,6 @@ def test_the_kernel_is_used_from_the_measured_number_of_short_copies(
     assert [count for kind, count in batch.kinds(batch.stores) if kind == "kernel"] == by_kernel
 
 
-def test_a_few_short_copies_do_not_use_the_kernel() -> None:
-    size = np.full(15, 64, np.int64)
-    runs = CopyRuns(np.arange(15) * 64, np.arange(15) * 64, size)
-    short, rest = split(runs, KIB, 16)
-    assert (len(short), len(rest)) == (0, 15)
-
-
 @given(
     sizes=st.lists(st.integers(1, 200), max_size=60),
     below=st.sampled_from([0, 64, 100, 1000]),

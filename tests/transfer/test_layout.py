@@ -43,11 +43,6 @@ def test_views_with_contiguous_pages_have_the_right_addresses(tensor: torch.Tens
     assert_pages_are_the_blocks(tensor)
 
 
-def test_padding_is_not_part_of_the_page() -> None:
-    (region,) = layout_of([torch.zeros(5, 12)[:, :8]]).regions
-    assert (region.page_bytes, region.block_stride) == (32, 48)
-
-
 @pytest.mark.parametrize(
     ("tensor", "reason"),
     [

@@ -20,22 +20,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.asyncio
 
 
-async def test_a_load_restores_a_stored_block() -> None:
-    rig = Rig()
-    async with running(rig):
-        original = rig.device.read(3)
-        rig.pump.submit_stores([store(1, [6], [3])])
-        await wait_all_blocked()
-        rig.copier.tickets[0].finish()
-        assert rig.outcomes() == {1: DONE}
-        assert rig.slot(6) == original
-        rig.pump.submit_loads([load(2, [6], [5])])
-        rig.copier.tickets[1].finish()
-        assert rig.outcomes() == {2: DONE}
-        assert rig.device.read(5) == original
-        rig.assert_nothing_held()
-
-
 async def test_all_loads_of_a_step_are_submitted_at_once_in_one_batch() -> None:
     rig = Rig()
     await rig.arena.prepare()

@@ -133,18 +133,21 @@ def test_property_no_two_copies_could_be_merged(case: Case) -> None:
     case.arena.close()
 
 
-def pieces_of(source: np.ndarray, target: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> CopyRuns:
-    return CopyRuns(source.ctypes.data + starts, target.ctypes.data + starts, lengths)
-
-
 @pytest.mark.parametrize("copy", [copy_by_memmove, choose_copy()])
-def test_more_pieces_than_one_system_call_takes_are_all_copied(copy: Callable[[CopyRuns], None]) -> None:
-    source = np.random.default_rng(0).integers(0, 256, 1 << 16, np.uint8)
+@pytest.mark.parametrize(
+    ("length", "gap", "pieces"),
+    [(15, 1, 4096), (1000, 1, 4096), (2**20, 0, 2)],  # one system call takes 1,024 pieces
+)
+def test_pieces_of_any_length_are_copied_without_the_bytes_between_them(
+    copy: Callable[[CopyRuns], None], length: int, gap: int, pieces: int
+) -> None:
+    source = np.random.default_rng(0).integers(1, 256, (pieces, length + gap), np.uint8)
     target = np.zeros_like(source)
-    starts = np.arange(0, len(source), 16, dtype=np.int64)
-    copy(pieces_of(source, target, starts, np.full(len(starts), 15, np.int64)))
-    assert (target.reshape(-1, 16)[:, :15] == source.reshape(-1, 16)[:, :15]).all()
-    assert not target.reshape(-1, 16)[:, 15].any()
+    starts = np.arange(pieces, dtype=np.int64) * (length + gap)
+    sizes = np.full(pieces, length, np.int64)
+    copy(CopyRuns(source.ctypes.data + starts, target.ctypes.data + starts, sizes))
+    assert (target[:, :length] == source[:, :length]).all()
+    assert not target[:, length:].any()
 
 
 @pytest.mark.parametrize("arena_is_target", [False, True])
@@ -169,20 +172,3 @@ def test_short_pieces_of_many_lengths_are_copied_without_changing_other_bytes(
     )
     choose_copy(arena_is_target=arena_is_target)(runs)
     assert (target == expected).all()
-
-
-def test_pieces_of_odd_lengths_are_copied() -> None:
-    source = np.random.default_rng(0).integers(0, 256, 4 << 20, np.uint8)
-    target = np.zeros_like(source)
-    starts = np.arange(0, len(source) - 1001, 1001, dtype=np.int64)
-    choose_copy()(pieces_of(source, target, starts, np.full(len(starts), 1000, np.int64)))
-    end = len(starts) * 1001
-    assert (target[:end].reshape(-1, 1001)[:, :1000] == source[:end].reshape(-1, 1001)[:, :1000]).all()
-    assert not target[:end].reshape(-1, 1001)[:, 1000].any()
-
-
-def test_long_pieces_are_copied() -> None:
-    source = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
-    target = np.zeros_like(source)
-    choose_copy()(pieces_of(source, target, array(0, 1 << 20), array(1 << 20, 2 << 20)))
-    assert (target == source).all()

@@ -68,11 +68,14 @@ def test_a_permanently_slower_link_is_recognized_after_some_batches() -> None:
     assert found[-1] == CEILING
 
 
-def test_short_copies_are_not_compared_with_long_ones_and_small_batches_are_ignored() -> None:
+def test_short_copies_are_not_compared_with_long_ones_and_batches_that_are_small_or_untimed_are_ignored() -> (
+    None
+):
     flow = Flow()
     flow.end(50.0, piece=8 * MIB)
     assert flow.end(5.0, piece=4096) == CEILING
     flow.end(5.0, piece=8 * MIB, size=3 * MIB)
+    flow.end(float("inf"), piece=8 * MIB)
     assert flow.queue.limit.value == CEILING
 
 
@@ -80,11 +83,6 @@ def test_a_wait_for_the_gil_during_a_long_batch_does_not_reduce_the_limit() -> N
     flow = Flow()
     assert [flow.end(gb_s, piece=4096) for gb_s in (10.0, 1.0)] == [CEILING, CEILING]
     assert flow.end(0.5, piece=4096) == 32 * MIB  # No wait for the GIL takes that long.
-
-
-def test_a_batch_without_a_duration_does_not_change_the_limit() -> None:
-    flow = Flow()
-    assert flow.end(float("inf")) == CEILING
 
 
 @pytest.mark.parametrize("blocks", [0.5, 1, 3])

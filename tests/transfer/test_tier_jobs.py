@@ -104,7 +104,9 @@ def test_r17_a_host_slot_that_changed_since_its_store_is_not_written(make: Make,
         page[:] = bytes(len(page))
     report = rig.copy(STORE, [0, 1, 2], [4, 5, 6])
     assert (report.outcome, report.corrupt, report.sums) == (CORRUPT, (1,), ())
-    assert [rig.has(place) for place in (4, 5, 6)] == [True, False, True]
+    alone = rig.copy(STORE, [1], [7])
+    assert (alone.outcome, alone.corrupt) == (CORRUPT, (0,))
+    assert [rig.has(place) for place in (4, 5, 6, 7)] == [True, False, True, False]
 
 
 @pytest.mark.parametrize("verify", ["sample", "full"])
