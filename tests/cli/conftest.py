@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +20,22 @@ SMALL = (
     "demo --model tiny --conversations 4 --turns 3 --first-tokens 100 --turn-tokens 30 --answer-tokens 5 "
     "--device-blocks {blocks} --host-bytes 16MiB"
 )
+
+# The demo runs long enough for host memory to become ready, even on a busy machine, and the host must evict.
+JOURNALED = (
+    "demo --model tiny --conversations 6 --turns 4 --first-tokens 400 --turn-tokens 30 --answer-tokens 5 "
+    "--device-blocks 80 --host-bytes 4MiB"
+)
+
+
+@pytest.fixture(scope="session")
+def demo_journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run a demo that evicts blocks from the host; return its journal."""
+    journal = tmp_path_factory.mktemp("run") / "journal.jsonl"
+    # Run in a separate process: the demo sets up logging, which would otherwise affect the whole session.
+    command = [sys.executable, "-m", "kvoffload", *JOURNALED.split(), "--config", f"journal_path={journal}"]
+    subprocess.run(command, check=True, capture_output=True)
+    return journal
 
 
 @pytest.fixture(autouse=True)

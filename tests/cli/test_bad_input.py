@@ -38,66 +38,39 @@ def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
     return err
 
 
-def test_unknown_config_key(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "did you mean store_policy?" in refusal(capsys, [*small, "--config", "store_polcy=lazy"])
+slow = pytest.mark.slow
 
 
-def test_bad_config_value(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "transfer_timeout_s" in refusal(capsys, [*small, "--config", "transfer_timeout_s=soon"])
-
-
-def test_all_problems_are_reported_together(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, [*small, "--config", "verify=maybe", "--config", "hosts=3"])
-    assert "verify" in said
-    assert "hosts" in said
-
-
-def test_a_size_that_is_set_twice(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "host_bytes is set twice" in refusal(capsys, [*small, "--config", "host_bytes=2MiB"])
-
-
-def test_a_time_without_metrics(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--serve-for needs --serve-metrics" in refusal(capsys, [*small, "--serve-for", "3"])
-
-
-@pytest.mark.slow
-def test_host_memory_below_one_block(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "below one block" in refusal(capsys, [*small[:-1], "1KiB"])
-
-
-@pytest.mark.slow
-def test_more_host_memory_than_there_is(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "above the" in refusal(capsys, [*small[:-1], "1000TiB"])
-
-
-@pytest.mark.parametrize("device", ["cuda:99", "gpu", "cpu:1"])
-def test_a_device_that_does_not_exist(
-    device: str, small: list[str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--config", "store_polcy=lazy"], ["did you mean store_policy?"]),
+        (["--config", "transfer_timeout_s=soon"], ["transfer_timeout_s"]),
+        (["--config", "verify=maybe", "--config", "hosts=3"], ["verify", "hosts"]),
+        (["--config", "host_bytes=2MiB"], ["host_bytes is set twice"]),
+        (["--serve-for", "3"], ["--serve-for needs --serve-metrics"]),
+        (["--serve-metrics", "192.0.2.1:9464"], ["192.0.2.1"]),
+        pytest.param(["--host-bytes", "1KiB"], ["below one block"], marks=slow),
+        pytest.param(["--host-bytes", "1000TiB"], ["above the"], marks=slow),
+        (["--device", "cuda:99"], ["cuda:99"]),
+        (["--device", "gpu"], ["gpu"]),
+        (["--device", "cpu:1"], ["cpu:1"]),
+        (["--device-blocks", "5"], ["--device-blocks 5 is too small"]),
+        pytest.param(["--device-blocks", str(10**12)], ["cannot be made"], marks=slow),
+    ],
+)
+def test_impossible_options_are_a_one_line_error_that_names_every_problem(
+    more: list[str], said: list[str], small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert device in refusal(capsys, [*small, "--device", device])
+    error = refusal(capsys, [*small, *more])
+    assert [words for words in said if words not in error] == []
+    assert "num_blocks" not in error
 
 
 def test_a_port_that_is_taken(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert str(port) in refusal(capsys, [*small, "--serve-metrics", str(port)])
-
-
-def test_a_host_that_is_not_ours(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "192.0.2.1" in refusal(capsys, [*small, "--serve-metrics", "192.0.2.1:9464"])
-
-
-def test_a_device_cache_too_small_for_one_request(
-    small: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = refusal(capsys, [*small, "--device-blocks", "5"])
-    assert "--device-blocks 5 is too small" in said
-    assert "num_blocks" not in said
-
-
-@pytest.mark.slow
-def test_more_device_memory_than_there_is(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "cannot be made" in refusal(capsys, [*small, "--device-blocks", str(10**12)])
 
 
 def test_no_such_plugin(

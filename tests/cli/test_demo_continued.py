@@ -184,6 +184,8 @@ def test_a_second_ctrl_c_exits_at_once(
         (["--remote", "s3", "--turns", "2"], "--remote needs at least 3 --turns"),
         (["--remote", "s3", "--config", "remote_url=s3://x"], "remote_url is set twice"),
         (["--remote", "s3", "--device-blocks", "5"], "--device-blocks 5 is too small"),
+        (["--remote", "redis://host:1"], '"mooncake" or "s3" starts a local server'),
+        (["--remote", "s3", "--disk", "."], "not allowed with argument --remote"),
         pytest.param(
             ["--remote", "mooncake://127.0.0.1:1"],
             "no Mooncake master answers at mooncake://127.0.0.1:1",
@@ -198,20 +200,6 @@ def test_impossible_options_are_a_one_line_error_before_an_engine_starts(
     [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("kvoffload: ")]
     assert problem in line
     assert children == []
-
-
-@pytest.mark.parametrize(
-    ("argv", "problem"),
-    [
-        (["--remote", "redis://host:1"], '"mooncake" or "s3" starts a local server'),
-        (["--remote", "s3", "--disk", "."], "not allowed with argument --remote"),
-    ],
-)
-def test_an_address_without_a_store_is_refused(
-    argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["demo", *argv]) == Exit.USAGE
-    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.slow

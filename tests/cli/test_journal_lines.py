@@ -14,6 +14,8 @@ from kvoffload.telemetry.records import BEGUN, rotated
 
 NOON = datetime(2026, 11, 22, 12, 0, 0, tzinfo=UTC).timestamp()
 
+BOTH = pytest.mark.parametrize("command", ["report", "timeline"])
+
 
 def line(sequence: int, at: float, event: str, **fields: object) -> str:
     return json.dumps({"seq": sequence, "t": at, "event": event, **fields}) + "\n"
@@ -32,16 +34,10 @@ def journal(tmp_path: Path) -> Path:
 def load_of(request: str, job: int, sequence: int, at: float) -> str:
     seen = line(sequence, at, "RequestSeen", request=request, prompt_tokens=9, keys=[3], reads_cache=True)
     load = {"job": job, "request": request, "blocks": 2, "tokens": 32, "slots": [0, 1]}
-    report = {
-        "rank": 0,
-        "direction": "load",
-        "outcome": "done",
-        "copied_bytes": 9,
-        "queue_s": 0.0,
-        "copy_s": 0.1,
-    }
+    report = {"rank": 0, "direction": "load", "outcome": "done"}
+    copy = {"copied_bytes": 9, "queue_s": 0.0, "copy_s": 0.1}
     scheduled = line(sequence + 1, at + 1, "LoadScheduled", **load)
-    return seen + scheduled + line(sequence + 2, at + 2, "RankReported", job=job, **report)
+    return seen + scheduled + line(sequence + 2, at + 2, "RankReported", job=job, **report, **copy)
 
 
 def read(path: Path, *options: str) -> list[tuple[int, float]]:
@@ -87,7 +83,7 @@ def test_selecting_one_request_reports_no_missing_events(journal: Path) -> None:
     assert read(journal, "--request", "b") == [(1, 10), (2, 11), (3, 12)]
 
 
-@pytest.mark.parametrize("command", ["report", "timeline"])
+@BOTH
 def test_commands_name_the_selected_part_and_its_journal(
     command: str, journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,7 +98,7 @@ def test_commands_name_the_selected_part_and_its_journal(
         assert json.loads(text)["otherData"]["engine"]["name"] == "vllm"
 
 
-@pytest.mark.parametrize("command", ["report", "timeline"])
+@BOTH
 @pytest.mark.parametrize(
     ("kept", "said"),
     [
@@ -121,11 +117,85 @@ def test_missing_events_are_reported_with_exit_code_1(
     assert said in missing
 
 
-@pytest.mark.parametrize("command", ["report", "timeline"])
-@pytest.mark.parametrize("path", ["/", ".", ".."])
-def test_a_folder_is_a_one_line_error(command: str, path: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, path, "-o", "-"]) == Exit.USAGE
-    assert capsys.readouterr() == ("", f"kvoffload: error: {path}: Is a directory\n")
+# -- files that cannot be read or written -----------------------------------------------------------------------------
+
+OFFERED = line(1, 1.0, "BlocksOffered", blocks=3)
+
+
+@BOTH
+@pytest.mark.parametrize("options", [[], ["--last", "1h"]])
+def test_a_folder_is_a_one_line_error(
+    command: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path), "-o", "-", *options]) == Exit.USAGE
+    assert capsys.readouterr() == ("", f"kvoffload: error: {tmp_path}: Is a directory\n")
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "No such file"),
+        ("", "is empty"),
+        ("hello\n", "line 1: not JSON"),
+        ("{}\n", "line 1"),
+        (line(1, 1, "BlocksOffered", blocks=3, **{"\x1b[2J": 1}), "?[2J"),
+    ],
+)
+def test_a_file_that_is_not_a_journal_is_a_one_line_error_without_escapes(
+    command: str, text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "journal\x1b]0;title\x07"
+    if text is not None:
+        journal.write_text(text)
+    before = list(tmp_path.iterdir())
+    assert main([command, str(journal)]) == Exit.USAGE
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+    assert error.rstrip("\n").isprintable()
+    assert list(tmp_path.iterdir()) == before
+
+
+@BOTH
+def test_a_truncated_journal_is_shown_up_to_the_cut(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal, target = tmp_path / "journal", tmp_path / "out"
+    journal.write_text(OFFERED + line(4, 2.0, "BlocksOffered", blocks=4) + OFFERED[:10])
+    assert main([command, str(journal), "-o", str(target)]) == Exit.FAILED
+    assert "the journal ends early" in capsys.readouterr().err
+    text = target.read_text()
+    if command == "report":
+        assert "The journal ends early, at line 3" in text
+        assert "Events are missing: 2, numbers " in text
+        assert "<td>kvoffload_offered_blocks_total</td><td></td><td>7</td>" in text
+    else:
+        (dropped,) = [one for one in json.loads(text)["traceEvents"] if one["name"] == "lines dropped"]
+        assert dropped["args"] == {"lines": 2}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("where", "code", "said"),
+    [
+        ("missing/out", Exit.OUTPUT, "cannot be written"),
+        ("folder", Exit.OUTPUT, "cannot be written"),
+        ("journal", Exit.USAGE, "is the journal itself"),
+    ],
+)
+def test_output_that_cannot_be_written_is_reported_and_nothing_changes(
+    command: str, where: str, code: Exit, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "journal"
+    journal.write_text(OFFERED)
+    (tmp_path / "folder").mkdir()
+    assert main([command, str(journal), "-o", str(tmp_path / where)]) == code
+    error = capsys.readouterr().err
+    assert where in error
+    assert said in error
+    assert journal.read_text() == OFFERED
+    assert {path.name for path in tmp_path.iterdir()} == {"journal", "folder"}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.main import main
-from kvoffload.cli.top import PageError, Reading, Row, Server, page_url, parse_page, summarize, table
+from kvoffload.cli.top import PageError, Reading, Row, Server, page_url, parse_page, table
 from kvoffload.model import events
 from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import RequestId
@@ -134,11 +134,8 @@ def test_names_that_a_server_gives_are_shown_as_text() -> None:
 
 def test_rates_are_computed_between_two_scrapes(engine: Engine) -> None:
     before = engine.reading(10.0)
-    assert (row(before).hit_rate, row(before).hit_rate_now, row(before).saved_tokens_per_s) == (
-        0.6,
-        None,
-        None,
-    )
+    first = row(before)
+    assert (first.hit_rate, first.hit_rate_now, first.saved_tokens_per_s) == (0.6, None, None)
     engine.work(4)
     found = row(before, engine.reading(12.0))
     assert (found.saved_tokens, found.saved_tokens_per_s) == (240, 96)
@@ -198,11 +195,6 @@ def test_a_row_has_the_operators_numbers(engine: Engine) -> None:
     }
     [[_, offloading, *_, disk, _]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
     assert (offloading, disk) == ("OFF: transfer_dead", "closed")
-
-
-def test_lower_tiers_are_shown_as_off_if_there_are_none(engine: Engine) -> None:
-    found = summarize("e", engine.reading(0.0), None)
-    assert (found.disk, found.remote, found.off_because) == ("off", "off", [])
 
 
 # -- where it looks -------------------------------------------------------------------------------------------------
@@ -304,7 +296,7 @@ def test_the_rows_as_json(engine: Engine, capsys: pytest.CaptureFixture[str]) ->
     assert (server_["url"], server_["problem"]) == (url, None)
     (seen,) = server_["engines"]
     assert (seen["saved_tokens"], seen["saved_tokens_per_s"]) == (48, 0)
-    assert (seen["miss_cause"], seen["disk"]) == ("evicted", "off")
+    assert (seen["miss_cause"], seen["disk"], seen["remote"]) == ("evicted", "off", "off")
 
 
 # -- on a terminal --------------------------------------------------------------------------------------------------

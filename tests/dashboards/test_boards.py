@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dashboards.generate.boards import BOARDS, Panel
+from dashboards.generate.boards import BOARDS
 from dashboards.generate.boards import Kind as PanelKind
 from dashboards.generate.colours import COLOURS, LIMITS
 from dashboards.generate.files import FILES, FOLDER
@@ -17,9 +17,7 @@ from dashboards.generate.promql import ENGINE_LABELS, VLLM_SERIES, choose_engine
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
 from tests.dashboards.queries import all_queries, metrics_in, rule_expressions
 
-PANELS = [
-    pytest.param(panel, id=f"{board.name}: {panel.title}") for board in BOARDS for panel in board.panels
-]
+PANELS = [panel for board in BOARDS for panel in board.panels]
 ADDED_BY_PROMETHEUS = {"ALERTS"}
 
 
@@ -27,34 +25,22 @@ def names_in_use(expressions: Iterator[str]) -> set[str]:
     return {name for expr in expressions for name in metrics_in(expr)}
 
 
-def recorded() -> set[str]:
-    groups = yaml.safe_load((FOLDER / "rules" / "recording.yml").read_text())["groups"]
-    return {rule["record"] for group in groups for rule in group["rules"]}
-
-
 def test_the_files_are_those_that_the_generator_writes() -> None:
     stale = [path.name for path, make in FILES.items() if not path.exists() or path.read_text() != make()]
     assert stale == [], "run `make dashboards`"
-
-
-def test_no_dashboard_file_is_left_over() -> None:
     written = {path for path in FILES if path.suffix == ".json"}
     assert set((FOLDER / "grafana" / "dashboards").iterdir()) == written
 
 
-def test_every_metric_of_the_catalogue_is_on_a_panel_or_in_a_rule() -> None:
-    used = names_in_use(query.expr for query in all_queries()) | names_in_use(rule_expressions())
-    assert {metric.name for metric in CATALOGUE} - {base(name) for name in used} == set()
-
-
-def test_every_metric_on_a_panel_is_in_the_catalogue() -> None:
-    used = names_in_use(query.expr for query in all_queries())
-    assert {base(name) for name in used} - set(BY_NAME) - VLLM_SERIES == ADDED_BY_PROMETHEUS
-
-
-def test_every_metric_in_a_rule_is_in_the_catalogue_or_recorded_or_of_the_engine() -> None:
-    used = {base(name) for name in names_in_use(rule_expressions())}
-    assert used - set(BY_NAME) - recorded() - VLLM_SERIES == set()
+def test_panels_and_rules_use_every_metric_and_only_metrics_that_exist() -> None:
+    on_panels = names_in_use(query.expr for query in all_queries())
+    in_rules = names_in_use(rule_expressions())
+    groups = yaml.safe_load((FOLDER / "rules" / "recording.yml").read_text())["groups"]
+    recorded = {rule["record"] for group in groups for rule in group["rules"]}
+    assert {metric.name for metric in CATALOGUE} - {base(name) for name in on_panels | in_rules} == set()
+    assert {base(name) for name in on_panels} - set(BY_NAME) - VLLM_SERIES == ADDED_BY_PROMETHEUS
+    assert {base(name) for name in in_rules} - set(BY_NAME) - recorded - VLLM_SERIES == set()
+    assert on_panels >= VLLM_SERIES
 
 
 def test_worth_it_is_the_sign_of_the_net_seconds() -> None:
@@ -105,64 +91,44 @@ def test_engines_that_wait_longer_than_they_save_have_a_negative_net(tmp_path: P
 
 def test_headings_of_tables_fit_their_columns() -> None:
     """Tables have up to thirteen columns, so Grafana cuts off long headings."""
-    tables = [panel for board in BOARDS for panel in board.panels if panel.kind is PanelKind.TABLE]
+    tables = [panel for panel in PANELS if panel.kind is PanelKind.TABLE]
     headings = [query.legend for panel in tables for query in panel.queries if len(panel.queries) > 1]
     assert [heading for heading in headings if len(heading) > 13] == []
 
 
 def test_long_legends_leave_out_series_of_zeros() -> None:
     boards = [json.loads(make()) for path, make in FILES.items() if path.suffix == ".json"]
-    panels = [panel for board in boards for panel in board["panels"] if panel["type"] != "row"]
-    drawn = {panel["title"]: panel for panel in panels}
-    for panel in (panel for board in BOARDS for panel in board.panels):
+    drawn = {panel["title"]: panel for board in boards for panel in board["panels"] if panel["type"] != "row"}
+    for panel in PANELS:
         overrides = drawn[panel.title]["fieldConfig"].get("overrides", [])
         hides = any(one["matcher"]["id"] == "byValue" for one in overrides)
         assert hides is (len(panel.names) > 8), panel.title
 
 
-def test_every_allowed_series_of_the_engine_is_used() -> None:
-    assert names_in_use(query.expr for query in all_queries()) >= VLLM_SERIES
+def test_every_panel_explains_its_numbers_and_what_to_do() -> None:
+    for panel in PANELS:
+        assert panel.unit, panel.title
+        assert panel.queries, panel.title
+        assert panel.shows.endswith("."), panel.title
+        assert panel.when_wrong.endswith("."), panel.title
+        assert len(panel.when_wrong.split()) >= 5, panel.title
 
 
-@pytest.mark.parametrize("panel", PANELS)
-def test_every_panel_explains_its_numbers_and_what_to_do(panel: Panel) -> None:
-    assert panel.unit
-    assert panel.shows.endswith(".")
-    assert panel.when_wrong.endswith(".")
-    assert len(panel.when_wrong.split()) >= 5
-    assert panel.queries
-
-
-@pytest.mark.parametrize("panel", PANELS)
-def test_every_name_on_a_panel_has_its_colour(panel: Panel) -> None:
-    assert len(panel.names) == len(set(panel.names))
-    assert set(panel.names) <= set(COLOURS)
-
-
-@pytest.mark.parametrize("panel", PANELS)
-def test_every_value_has_a_colour_or_its_panel_has_one(panel: Panel) -> None:
-    limits = [*panel.limits, *(limit for query in panel.queries for limit in query.limits)]
-    assert {colour for _, colour in limits} <= set(LIMITS)
-    assert limits or panel.names or panel.kind in (PanelKind.TABLE, PanelKind.HEATMAP)
-
-
-def test_every_colour_is_valid_and_used() -> None:
-    used = {name for board in BOARDS for panel in board.panels for name in panel.names}
-    assert set(COLOURS) - used == set()
+def test_every_name_or_value_has_a_colour_and_names_on_one_panel_have_different_colours() -> None:
+    for panel in PANELS:
+        assert len({COLOURS[name] for name in panel.names}) == len(panel.names), panel.title
+        limits = [*panel.limits, *(limit for query in panel.queries for limit in query.limits)]
+        assert {colour for _, colour in limits} <= set(LIMITS), panel.title
+        assert limits or panel.names or panel.kind in (PanelKind.TABLE, PanelKind.HEATMAP), panel.title
+    assert set(COLOURS) == {name for panel in PANELS for name in panel.names}
     assert all(re.fullmatch("#[0-9a-f]{6}", colour) for colour in COLOURS.values())
-
-
-def test_series_on_one_panel_have_different_colours() -> None:
-    for board in BOARDS:
-        for panel in board.panels:
-            assert len({COLOURS[name] for name in panel.names}) == len(panel.names), panel.title
 
 
 def test_panels_point_to_alerts_and_panels_that_exist() -> None:
     groups = yaml.safe_load((FOLDER / "rules" / "alerts.yml").read_text())["groups"]
     alerts = {rule["alert"] for group in groups for rule in group["rules"]}
-    titles = {panel.title for board in BOARDS for panel in board.panels}
-    texts = [panel.description for board in BOARDS for panel in board.panels]
+    titles = {panel.title for panel in PANELS}
+    texts = [panel.description for panel in PANELS]
     texts += [rule["annotations"]["runbook"] for group in groups for rule in group["rules"]]
     for text in texts:
         assert set(re.findall(r"KVOffload\w+", text)) <= alerts
@@ -186,13 +152,8 @@ def test_a_metric_name_missing_from_the_catalogue_raises() -> None:
 
 
 def test_each_series_of_a_query_is_filtered_by_the_chosen_engines() -> None:
-    chosen = substitute(
-        choose_engines(
-            'rate(kvoffload_resets_total[$__range]) + on ($engine_labels) kvoffload_slots{tier="disk"}'
-        ),
-        "5s",
-        "1h",
-    )
+    query = 'rate(kvoffload_resets_total[$__range]) + on ($engine_labels) kvoffload_slots{tier="disk"}'
+    chosen = substitute(choose_engines(query), "5s", "1h")
     every = 'namespace=~".*", pod=~".*", instance=~".*", model_name=~".*", engine=~".*"'
     on = "namespace, pod, instance, model_name, engine"
     assert chosen == (

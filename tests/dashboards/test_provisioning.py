@@ -31,26 +31,18 @@ def resolve(service: str, path: str) -> Path:
     raise AssertionError(f"{path} is not mounted in {service}")
 
 
-def test_every_mounted_path_exists() -> None:
-    for service in COMPOSE["services"]:
-        assert all(here.exists() for here in mounts(service).values())
-
-
-def test_named_volumes_are_declared() -> None:
-    used = {volume.split(":")[0] for service in COMPOSE["services"].values() for volume in service["volumes"]}
+def test_mounted_paths_exist_volumes_are_declared_and_images_are_pinned() -> None:
+    used = set[str]()
+    for name, service in COMPOSE["services"].items():
+        assert all(here.exists() for here in mounts(name).values())
+        assert service["image"].rpartition(":")[2][-1].isdigit()
+        used |= {volume.split(":")[0] for volume in service["volumes"]}
     assert {name for name in used if not name.startswith(".")} == set(COMPOSE["volumes"])
 
 
-def test_images_are_pinned() -> None:
-    for service in COMPOSE["services"].values():
-        assert service["image"].rpartition(":")[2][-1].isdigit()
-
-
 def test_prometheus_finds_its_configuration_and_rules() -> None:
-    (option,) = [
-        one for one in COMPOSE["services"]["prometheus"]["command"] if one.startswith("--config.file=")
-    ]
-    config = PurePosixPath(option.partition("=")[2])
+    command = COMPOSE["services"]["prometheus"]["command"]
+    (config,) = [PurePosixPath(word[14:]) for word in command if word.startswith("--config.file=")]
     for rules in load(resolve("prometheus", str(config)))["rule_files"]:
         assert resolve("prometheus", str(config.parent / rules)).exists()
 
@@ -60,18 +52,11 @@ def test_grafana_finds_prometheus_and_the_dashboards() -> None:
     listens = [one for one in COMPOSE["services"]["prometheus"]["command"] if "listen-address" in one]
     assert listens == [f"--web.listen-address={source['url'].removeprefix('http://')}"]
     assert source["type"] == "prometheus"
+    interval = load(FOLDER / "prometheus.yml")["global"]["scrape_interval"]
+    assert source["jsonData"]["timeInterval"] == interval
     (provider,) = load(PROVISIONING / "dashboards" / "kvoffload.yml")["providers"]
     found = resolve("grafana", provider["options"]["path"]).iterdir()
     assert {path.suffix for path in found} == {".json"}
-    home = COMPOSE["services"]["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
-    assert resolve("grafana", home).exists()
-
-
-def test_grafana_assumes_the_scrape_interval_of_prometheus() -> None:
-    (source,) = load(PROVISIONING / "datasources" / "prometheus.yml")["datasources"]
-    interval = load(FOLDER / "prometheus.yml")["global"]["scrape_interval"]
-    assert source["jsonData"]["timeInterval"] == interval
-
-
-def test_every_port_listens_only_on_the_loopback_interface() -> None:
-    assert COMPOSE["services"]["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    environment = COMPOSE["services"]["grafana"]["environment"]
+    assert resolve("grafana", environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]).exists()
+    assert environment["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"

@@ -44,12 +44,8 @@ def build(folder: Path) -> list[Object]:
 def merged(value: object, change: object, key: str = "") -> object:
     """Return a value after a strategic merge patch."""
     if isinstance(value, dict) and isinstance(change, dict):
-        return {
-            **value,
-            **{
-                name: merged(value[name], part, name) if name in value else part
-                for name, part in change.items()
-            },
+        return value | {
+            name: merged(value[name], part, name) if name in value else part for name, part in change.items()
         }
     if isinstance(value, list) and isinstance(change, list) and key in _KEYS:
         names = {part[_KEYS[key]]: part for part in value}

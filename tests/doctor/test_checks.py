@@ -72,9 +72,11 @@ def test_the_required_memory_covers_all_ranks(sizes: Sizes, needed: int) -> None
 
 
 @given(
-    st.lists(st.integers(1, 70000), min_size=1, max_size=3), st.integers(0, 2**28), st.integers(1, 4),
-    st.integers(-9, 9),
-)  # fmt: skip
+    pages=st.lists(st.integers(1, 70000), min_size=1, max_size=3),
+    share=st.integers(0, 2**28),
+    ranks=st.integers(1, 4),
+    above=st.integers(-9, 9),
+)
 def test_property_a_start_is_refused_where_the_check_says_error(
     pages: list[int], share: int, ranks: int, above: int
 ) -> None:
@@ -374,25 +376,20 @@ def test_a_journal_that_a_start_would_refuse_is_an_error(tmp_path: Path) -> None
         open_one.close()
 
 
-def test_a_collector_that_does_not_answer_is_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_environment", [False, True])
+def test_a_collector_that_does_not_answer_is_a_warning(
+    in_environment: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        known = setup(otlp_endpoint=f"http://127.0.0.1:{port}/v1/traces")
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if in_environment:
+            monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", address)
+        known = setup() if in_environment else setup(otlp_endpoint=f"http://{address}/v1/traces")
         found = ask(outputs.CHECKS, "span collector", known, machine(tmp_path))
-        assert found == ("ok", f"127.0.0.1:{port} answers")
+        assert found == ("ok", f"{address} answers")
     verdict, text = ask(outputs.CHECKS, "span collector", known, machine(tmp_path))
     assert verdict == "warning"
     assert "nothing answers" in text
-
-
-def test_the_environment_can_name_the_collector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", address)
-        assert ask(outputs.CHECKS, "span collector", setup(), machine(tmp_path)) == (
-            "ok",
-            f"{address} answers",
-        )
 
 
 def test_spans_without_their_packages_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ SIZED = {"host memory", "locked memory", "host pool"}
 MACHINE = {"swap", "huge pages", "gpu"}
 VLLM = {"vllm version", "vllm plugin", "vllm connector", "load failures", "model sizes"}
 ON_SOCKETS = {"memory node"}  # this check is made only if a GPU's NUMA node is known
+BLOCKS = ("--block-bytes", "1MiB", "--device-blocks", "2000")
 ENOUGH = ("--config", "host_bytes=1MiB")
 
 
@@ -165,24 +166,27 @@ def test_a_key_file_that_the_engine_would_refuse_fails(
     assert found["settings"]["finding"].startswith(f"tier_key_file: {tmp_path / 'key'} is not used")
 
 
-def test_bytes_of_each_rank_are_multiplied_by_the_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--config", "cpu_bytes_to_use_per_rank=1MiB", "--tensor-parallel-size", "3"]
-    _, found = doctor(capsys, *argv)
-    assert found["host memory"]["finding"].startswith("3.0 MiB ")
-
-
-def test_more_host_memory_than_the_machine_has_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    code, found = doctor(capsys, "--config", '{"host_bytes": "1000TiB"}')
-    assert (code, found["host memory"]["verdict"]) == (1, "error")
-
-
-def test_sizes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--tensor-parallel-size", "2", "--block-bytes", "1MiB", "--device-blocks", "2000"]
-    code, found = doctor(capsys, *sizes, "--config", '{"host_bytes": "1GiB"}')
-    assert code == 0
-    assert found["model sizes"]["verdict"] == "ok"
-    assert found["host pool"]["verdict"] == "warning"
-    assert "512 blocks on the host, 2,000 on the device" in found["host pool"]["finding"]
+@pytest.mark.parametrize(
+    ("argv", "check", "code", "verdict", "text"),
+    [
+        (["--config", "cpu_bytes_to_use_per_rank=1MiB", "-tp", "3"], "host memory", 0, "ok", "3.0 MiB "),
+        (["--config", '{"host_bytes": "1000TiB"}'], "host memory", 1, "error", "1,000.0 TiB "),
+        (["-tp", "2", *BLOCKS, "--config", "host_bytes=1GiB"], "model sizes", 0, "ok", ""),
+        (
+            ["-tp", "2", *BLOCKS, "--config", "host_bytes=1GiB"],
+            "host pool",
+            0,
+            "warning",
+            "512 blocks on the host, 2,000 on the device",
+        ),
+    ],
+)
+def test_host_memory_is_compared_with_ranks_machine_and_blocks(
+    argv: list[str], check: str, code: int, verdict: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended, found = doctor(capsys, *argv)
+    assert (ended, found[check]["verdict"]) == (code, verdict)
+    assert text in found[check]["finding"]
 
 
 @pytest.mark.parametrize(
@@ -196,28 +200,18 @@ def test_sizes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
         (["--config", "/dev/zero"], "not JSON"),
         (["--config", "{}", "--kv-transfer-config", '{"kv_connector": "KVOffloadConnector"}'], "given twice"),
         (["--kv-transfer-config", "[]"], "neither a JSON object"),
+        (["--device-blocks", "0"], "'0' is not a whole number of at least 1"),
+        (["--block-bytes", "many"], "'many' is not a size such as 80GiB"),
+        (["--rank", "1"], "unknown option --rank"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_a_one_line_error(
+def test_options_that_cannot_be_read_are_a_one_line_error(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", *argv]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--device-blocks", "0"], "'0' is not a whole number of at least 1"),
-        (["--block-bytes", "many"], "'many' is not a size such as 80GiB"),
-        (["--rank", "1"], "unknown option --rank"),
-    ],
-)
-def test_wrong_options_are_refused(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *argv]) == 2
-    assert said in capsys.readouterr().err
 
 
 def test_an_adapter_that_cannot_be_imported_fails_the_doctor_and_no_other_command(

@@ -6,12 +6,10 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+
+import pytest
 
 from kvoffload.gpu_check.parts import Line, Options, Part, lines_of
-
-if TYPE_CHECKING:
-    import pytest
 
 OPTIONS = Options("cuda:0", 1 << 20, 1, 1 << 30)
 HERE = "tests.gpu_check.parts"
@@ -22,31 +20,27 @@ def found(name: str, tmp_path: Path, *arguments: int) -> list[Line]:
     return list(lines_of(part, OPTIONS, tmp_path / "log"))
 
 
-def test_a_part_that_crashes_is_reported_with_its_signal_and_its_last_words(tmp_path: Path) -> None:
-    before, after = found("crashes", tmp_path)
+@pytest.mark.parametrize(
+    ("name", "last", "verdict"),
+    [
+        ("crashes", "ended by SIGSEGV: a last word", "fail"),
+        ("leaves", "ended with 7", "fail"),
+        ("raises", "ValueError: no such thing: | none", "fail"),
+    ],
+)
+def test_a_part_that_ends_early_keeps_its_lines_and_gets_one_with_the_reason(
+    name: str, last: str, verdict: str, tmp_path: Path
+) -> None:
+    before, after = found(name, tmp_path)
     assert before.words == "found"
-    assert (after.what, after.words, after.verdict) == ("the part", "ended by SIGSEGV: a last word", "fail")
+    assert (after.what, after.words, after.verdict) == ("the part", last, verdict)
+    assert name != "raises" or "raise ValueError" in (tmp_path / "log").read_text()
 
 
-def test_a_part_that_exits_is_reported_with_its_code(tmp_path: Path) -> None:
-    before, after = found("leaves", tmp_path)
-    assert (before.words, after.words) == ("found", "ended with 7")
-
-
-def test_an_exception_is_one_line_and_its_traceback_is_in_the_log(tmp_path: Path) -> None:
-    before, after = found("raises", tmp_path)
-    assert (before.words, after.words) == ("found", "ValueError: no such thing: | none")
-    assert "raise ValueError" in (tmp_path / "log").read_text()
-
-
-def test_a_check_that_cannot_be_made_has_a_reason_and_no_verdict(tmp_path: Path) -> None:
-    (line,) = found("is_not_here", tmp_path)
-    assert (line.words, line.verdict) == ("not asked: there is nothing", "")
-
-
-def test_a_missing_part_is_reported_in_one_line(tmp_path: Path) -> None:
-    (line,) = found("missing", tmp_path)
-    assert line.verdict == "fail"
+def test_a_part_that_cannot_begin_is_reported_in_one_line(tmp_path: Path) -> None:
+    (impossible,), (missing,) = found("is_not_here", tmp_path), found("missing", tmp_path)
+    assert (impossible.words, impossible.verdict) == ("not asked: there is nothing", "")
+    assert missing.verdict == "fail"
 
 
 def test_a_hanging_part_is_killed_and_its_results_are_kept(

@@ -107,17 +107,10 @@ def test_without_a_gpu_it_prints_one_line(tmp_path: Path) -> None:
         "import ctypes\ndef no(*a, **k): raise OSError('libcuda.so.1: cannot open shared object file')\nctypes.PyDLL = no\n"
     )
     paths = f"{tmp_path}:" + ":".join(sys.path)
+    environment = {"PYTHONPATH": paths, "PATH": "/usr/bin:/bin"}
+    command = [sys.executable, "-m", "kvoffload", "gpu-check"]
     ended = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from kvoffload.cli.main import main; sys.exit(main(['gpu-check']))",
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={"PYTHONPATH": paths, "PATH": "/usr/bin:/bin"},
+        command, check=False, capture_output=True, text=True, cwd=tmp_path, env=environment
     )
     assert ended.returncode == Exit.USAGE
     assert ended.stdout == ""

@@ -25,33 +25,9 @@ from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Series
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
 from tests.conservation import slot_problems
 from tests.telemetry.fake_source import FakeSource
-from tests.tooling.scripts import ROOT
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
-
-DESIGNED = {
-    "kvoffload_lookup_blocks_total": {"result"},
-    "kvoffload_lookup_tokens_total": {"result"},
-    "kvoffload_miss_blocks_total": {"cause"},
-    "kvoffload_store_blocks_total": {"outcome"},
-    "kvoffload_load_blocks_total": {"outcome"},
-    "kvoffload_transfer_bytes_total": {"tier", "direction"},
-    "kvoffload_transfer_seconds": {"tier", "direction"},
-    "kvoffload_transfer_queue_seconds": {"tier", "direction"},
-    "kvoffload_slots": {"tier", "state"},
-    "kvoffload_capacity_slots": {"tier"},
-    "kvoffload_evicted_blocks_total": {"tier", "cause"},
-    "kvoffload_stale_blocks_zeroed_total": set(),
-    "kvoffload_open_jobs": {"tier", "direction", "state"},
-    "kvoffload_tier_state": {"tier", "state"},
-    "kvoffload_tier_blocks_total": {"tier", "direction", "outcome"},
-    "kvoffload_oldest_pin_timestamp_seconds": set(),
-    "kvoffload_hook_seconds": {"hook"},
-    "kvoffload_degraded": {"cause"},
-    "kvoffload_bus_dropped_total": {"subscriber"},
-}
-
 
 STATE: dict[str, Series] = {
     "kvoffload_slots": {("host", "empty"): 3, ("host", "ready"): 2, ("disk", "ready"): 7},
@@ -63,11 +39,6 @@ STATE: dict[str, Series] = {
 }
 
 
-def test_the_catalogue_has_the_designed_names_and_labels() -> None:
-    table = {metric.name: set(metric.label_names) for metric in CATALOGUE}
-    assert DESIGNED.items() <= table.items()
-
-
 def test_the_catalogue_is_well_formed() -> None:
     assert len({metric.name for metric in CATALOGUE}) == len(CATALOGUE)
     for metric in CATALOGUE:
@@ -76,19 +47,9 @@ def test_the_catalogue_is_well_formed() -> None:
         assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
         assert list(metric.buckets) == sorted(set(metric.buckets))
         assert metric.help.endswith(".")
+        assert "|" not in metric.help  # dashboards/metrics.md shows it in a table
         assert metric.unit
         assert set(metric.label_names).isdisjoint({"engine", "le", "job", "instance"})
-
-
-def test_the_documents_have_every_metric_and_label_value() -> None:
-    text = (ROOT / "dashboards" / "metrics.md").read_text()
-    for metric in CATALOGUE:
-        rows = [line for line in text.splitlines() if f"`{metric.name}`" in line]
-        assert len(rows) == 1, f"{metric.name}: run `make docs`"
-        (row,) = rows
-        assert metric.help in row
-        assert all(value in row for label in metric.labels for value in label.values)
-        assert row.count("|") == 5
 
 
 def test_every_series_is_served_from_the_start() -> None:

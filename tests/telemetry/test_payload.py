@@ -22,7 +22,7 @@ def test_label_values_survive_joining_and_splitting() -> None:
             assert split_labels(",".join(labels)) == labels
 
 
-def test_merging_adds_counters_and_samples_and_keeps_the_later_gauges() -> None:
+def test_merging_adds_counters_and_samples_keeps_later_gauges_and_ignores_unknown_metrics() -> None:
     one, later = sent(), sent()
     later["kvoffload_slots"]["host,ready"] = 2
     before = json.dumps(later)
@@ -33,12 +33,9 @@ def test_merging_adds_counters_and_samples_and_keeps_the_later_gauges() -> None:
     assert one["kvoffload_transfer_seconds"] == {"host,load": [0.5, 0.5]}
     merge(one, later)
     assert json.dumps(later) == before
-
-
-def test_metrics_of_another_version_are_left_out() -> None:
-    one = sent()
+    known = json.dumps(one)
     merge(one, {"kvoffload_of_tomorrow_total": {"x": 1}})
-    assert one == sent()
+    assert json.dumps(one) == known
 
 
 def test_merging_into_an_empty_message_copies_it() -> None:

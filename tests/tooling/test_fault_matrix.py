@@ -14,6 +14,9 @@ ROWS = [
     for line in PAGE.splitlines()
     if line.startswith("| ") and not line.startswith("| what breaks")
 ]
+GPU_FAULTS = re.findall(
+    r"^\| .* \| `(\S+)::(\w+)` \|$", (ROOT / "tests/cuda_emulator/README.md").read_text(), re.M
+)
 
 
 @cache
@@ -30,6 +33,11 @@ def test_each_row_of_the_fault_table_is_complete_and_its_tests_exist(row: list[s
     assert named
     assert len(named) == row[4].count("::")
     assert [name for path, name in named if name not in names_in(path)] == []
+
+
+def test_the_test_of_each_gpu_fault_exists() -> None:
+    assert len(GPU_FAULTS) > 30
+    assert [name for path, name in GPU_FAULTS if name not in names_in(path)] == []
 
 
 def test_the_metrics_and_log_events_in_the_fault_table_exist() -> None:

@@ -22,6 +22,7 @@ from tests.tooling.scripts import ROOT
 NEEDS = {"a GPU", "a cluster", "a package index", "Docker", "SGLang", "vLLM"}
 # The README's commands install packages, so tests/install/test_bare.py runs them in a separate environment.
 RUN = [page for page in PAGES if page != ROOT / "README.md" and any(not one.needs for one in blocks(page))]
+assert {"check.md", "watch.md"} <= {page.name for page in RUN}
 
 DEMOS = {"disk.md", "store.md"}
 """The demos on these pages run only in the full suite. tests/cli runs shorter demos."""
@@ -117,13 +118,5 @@ def test_the_needs_of_every_block_are_known(page: Path) -> None:
 )
 def test_a_pages_commands_are_all_in_bash_fences(page: Path) -> None:
     text = re.sub(r"^```bash\n.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    assert (
-        re.findall(
-            r"^(?: {4}|\$ )(?:kvoffload|pip|make|docker|kubectl|helm|vllm) .*", text, flags=re.MULTILINE
-        )
-        == []
-    )
-
-
-def test_the_pages_with_commands_are_found() -> None:
-    assert {"check.md", "watch.md"} <= {page.name for page in RUN}
+    commands = r"^(?: {4}|\$ )(?:kvoffload|pip|make|docker|kubectl|helm|vllm) .*"
+    assert re.findall(commands, text, flags=re.MULTILINE) == []
