@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import anyio.to_thread
 import pytest
 
-from kvoffload.cli.demo import engines, play, session
+from kvoffload.cli.demo import play, session
 from kvoffload.cli.demo.command import Screen
 from kvoffload.cli.demo.engines import audit_engine, audit_offloading, engine_config, kv_blocks
 from kvoffload.cli.demo.options import LAYERS, DemoOptions
@@ -21,16 +21,20 @@ from kvoffload.cli.demo.results import compare, quantiles
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
 from kvoffload.engine import EngineStopped, RequestStats, Token
-from kvoffload.engine.plugin import load_plugin
+from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.wire import Direction, TransferPlan, TransferReport
 from kvoffload.transfer.arena import Arena
-from tests.cli.corrupting_plugin import CorruptingPlugin
+from kvoffload_reference.plugin import ReferenceWorker
 from tests.telemetry.fake_source import FakeSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    import torch
 
     from kvoffload.cli.demo.engines import Engines
     from kvoffload.engine import Engine
+    from kvoffload.model.ids import JobId
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
 slow = pytest.mark.slow
@@ -159,12 +163,35 @@ def test_by_default_the_conversations_need_the_devices_cache_several_times(layer
 # -- what is wrong is seen ---------------------------------------------------------------------------------------------
 
 
+class CorruptingWorker(ReferenceWorker):
+    """Changes the first block of the first load before the load is reported to the engine."""
+
+    def register_kv_caches(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.firsts: list[tuple[JobId, int]] = []
+        super().register_kv_caches(tensors)
+
+    def start_loads(self, plan: object) -> None:
+        assert isinstance(plan, TransferPlan), plan
+        self.firsts += [(load.id, load.targets[0]) for load in plan.loads]
+        super().start_loads(plan)
+
+    def take_output(self) -> object:
+        output = super().take_output()
+        for report in output.jobs if isinstance(output, TransferReport) else ():
+            is_loaded = report.direction is Direction.LOAD and report.outcome is CopyOutcome.DONE
+            if is_loaded and report.job == self.firsts[0][0]:
+                for tensor in self.tensors:
+                    tensor[self.firsts[0][1]].neg_()
+        return output
+
+
 @slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_corrupt_block_is_noticed(
     kind: str, small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "load_plugin", lambda name: CorruptingPlugin(load_plugin(name)))
+    monkeypatch.setattr("kvoffload_reference.plugin.ReferenceWorker", CorruptingWorker)
     assert main([*small, *KINDS[kind]]) == Exit.FAILED
     out, err = capsys.readouterr()
     assert "Outputs DIFFER." in out

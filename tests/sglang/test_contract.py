@@ -119,20 +119,13 @@ def start(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator
         def begin(
             pools: dict[str, Any], ours: dict[str, object], sglang: dict[str, Any] | None = None, **rank: Any
         ) -> KVOffloadStorage:
-            facts = {
-                "tp_rank": 0,
-                "tp_size": 1,
-                "pp_rank": 0,
-                "pp_size": 1,
-                "attn_cp_rank": 0,
-                "attn_cp_size": 1,
-                "is_mla_model": False,
-                "enable_storage_metrics": False,
-                "is_page_first_layout": False,
-                "model_name": "model",
-                "extra_config": {"interface_v1": 1, "disk_bytes": "1MiB", **ours},
-            }
-            config = HiCacheStorageConfig(**{**facts, **rank})
+            ranks = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0)
+            sizes = dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)
+            off = dict.fromkeys(("is_mla_model", "enable_storage_metrics", "is_page_first_layout"), False)
+            extra = {"interface_v1": 1, "disk_bytes": "1MiB", **ours}
+            config = HiCacheStorageConfig(
+                **{**ranks, **sizes, **off, "model_name": "model", "extra_config": extra, **rank}
+            )
             engine = Engine({**settings, **(sglang or {})}, namespaces, config, 0, "this one")
             monkeypatch.setattr(storage, "this_engine", lambda _: engine)
             made = storage.KVOffloadStorage(config, {})

@@ -38,9 +38,8 @@ def test_only_the_tiers_are_checked_and_no_host_memory_is_demanded(
     assert (code, set(checks)) == (0, OURS)
     assert checks["disk space"]["finding"].startswith("1.0 MiB fit")
     assert checks["sglang options"]["verdict"] == "unknown"
-    assert found(capsys, *launch(tmp_path, "--dp-size", "3"))[1]["disk space"]["finding"].startswith(
-        "3.0 MiB"
-    )
+    _, checks = found(capsys, *launch(tmp_path, "--dp-size", "3"))
+    assert checks["disk space"]["finding"].startswith("3.0 MiB")
 
 
 def test_settings_that_a_start_refuses_are_an_error(
@@ -65,13 +64,9 @@ def test_settings_that_a_start_refuses_are_an_error(
     ],
 )
 def test_each_problem_of_a_command_line_is_reported(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    options: list[str],
-    extra: dict[str, object],
-    verdict: str,
-    text: str,
-) -> None:
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], extra: dict[str, object],
+    verdict: str, text: str,
+) -> None:  # fmt: skip
     reported = found(capsys, *launch(tmp_path, *options, **extra))[1]["sglang options"]
     assert reported["verdict"] == verdict
     assert text in reported["finding"]
