@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError
 from tests.captured_logs import capture_logs
 from tests.settings import make_config
@@ -14,33 +15,39 @@ from tests.vllm.engine_rig import MARKS
 pytestmark = MARKS
 
 
+def config_of(extra: dict[str, object], device_bytes: int = 1, **parallel: int) -> OffloadConfig:
+    from kvoffload_vllm import assembly
+
+    given: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
+        parallel_config=SimpleNamespace(**{"world_size": 1, "data_parallel_index": 0, **parallel}),
+    )
+    return assembly._config(given, device_bytes)
+
+
 # In each engine of a dense model, vLLM sets `data_parallel_size` to 1. With a mixture of experts, it is the
 # number of engines.
 @pytest.mark.parametrize("engines_known", [1, 2])
 @pytest.mark.parametrize(("index", "file"), [(0, "journal"), (1, "journal.dp1")])
 def test_each_engine_of_a_server_has_its_own_journal(index: int, file: str, engines_known: int) -> None:
-    parallel = SimpleNamespace(
-        data_parallel_index=index,
-        data_parallel_size=engines_known,
-        data_parallel_rank=index if engines_known > 1 else 0,
-        world_size=1,
-    )
-    from kvoffload_vllm import assembly
-
-    extra = SimpleNamespace(kv_connector_extra_config={"host_bytes": 1, "journal_path": "/somewhere/journal"})
-    given: Any = SimpleNamespace(kv_transfer_config=extra, parallel_config=parallel)
-    assert assembly._config(given, 1).journal_path == Path("/somewhere", file)
+    engine = {
+        "data_parallel_index": index,
+        "data_parallel_size": engines_known,
+        "data_parallel_rank": index if engines_known > 1 else 0,
+    }
+    found = config_of({"host_bytes": 1, "journal_path": "/somewhere/journal"}, **engine)
+    assert found.journal_path == Path("/somewhere", file)
 
 
 def test_memory_per_rank_is_multiplied_by_the_number_of_vllms_ranks() -> None:
-    from kvoffload_vllm import assembly
+    engine = {"data_parallel_index": 1, "data_parallel_size": 2, "data_parallel_rank": 1}
+    assert config_of({"cpu_bytes_to_use_per_rank": "1KiB"}, world_size=4, **engine).host_bytes == 4096
 
-    extra = SimpleNamespace(kv_connector_extra_config={"cpu_bytes_to_use_per_rank": "1KiB"})
-    parallel = SimpleNamespace(
-        world_size=4, data_parallel_index=1, data_parallel_size=2, data_parallel_rank=1
-    )
-    given: Any = SimpleNamespace(kv_transfer_config=extra, parallel_config=parallel)
-    assert assembly._config(given, 1).host_bytes == 4096
+
+def test_a_start_without_host_memory_advises_a_multiple_of_vllms_own_cache() -> None:
+    with pytest.raises(ConfigError, match="host_bytes is missing") as refused:
+        config_of({"store_policy": "lazy"}, 2**20, world_size=4, local_world_size=2)
+    assert "left for 2 ranks; advised: 12.0 MiB, 3.0 times the device's KV cache" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +93,3 @@ def test_an_unusable_key_file_stops_the_start_of_each_side(
     nothing: Any = None
     with pytest.raises(ConfigError, match=r"tier_key_file: .* is not used"):
         getattr(assembly, side)(nothing, nothing, nothing)
-
-
-def test_a_start_without_host_memory_advises_a_multiple_of_vllms_own_cache() -> None:
-    from kvoffload_vllm import assembly
-
-    extra = SimpleNamespace(kv_connector_extra_config={"store_policy": "lazy"})
-    parallel = SimpleNamespace(world_size=4, local_world_size=2, data_parallel_index=0)
-    given: Any = SimpleNamespace(kv_transfer_config=extra, parallel_config=parallel)
-    with pytest.raises(ConfigError, match="host_bytes is missing") as refused:
-        assembly._config(given, 2**20)
-    assert "left for 2 ranks; advised: 12.0 MiB, 3.0 times the device's KV cache" in str(refused.value)

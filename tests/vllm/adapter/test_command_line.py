@@ -165,10 +165,8 @@ def test_a_pasted_line_and_the_doctors_own_options_give_the_same_findings(
     model = str(save(tmp_path, QWEN3_8B))
     pasted = findings(capsys, "--", "vllm", "serve", model, "--max-num-seqs", "9", *ALL)
     options = findings(capsys, "--model", model, *ALL)
-    memory, _ = (
-        pasted.pop("host memory"),
-        options.pop("host memory"),
-    )  # the memory left on the machine differs between the two calls
+    # The memory left on the machine differs between the two calls.
+    memory, _ = pasted.pop("host memory"), options.pop("host memory")
     assert pasted == options | {name: pasted[name] for name in ("vllm options", "block hashes")}
     assert "88 blocks fit the KV cache" in " ".join(pasted["model sizes"]["finding"].split())
     assert memory["finding"].startswith("18.0 MiB ")  # two engines with 9 MiB each
@@ -185,19 +183,9 @@ def test_an_option_before_the_line_overrides_it(tmp_path: Path, capsys: pytest.C
     [
         ("--max-model-len 3k", "model sizes", "error", "--max-model-len needs 94 blocks, and 88 fit"),
         ("--max-model-len auto", "model sizes", "ok", "88 blocks fit the KV cache"),
-        (
-            "--speculative-config.method eagle",
-            "model sizes",
-            "unknown",
-            "sizes with --speculative-config are",
-        ),
+        ("--speculative-config.method eagle", "model sizes", "unknown", "sizes with --speculative-config"),
         ("-sc {}", "model sizes", "unknown", "sizes with -sc are not computed"),
-        (
-            "--hf-overrides {} --config x.yaml",
-            "model sizes",
-            "unknown",
-            "with --config, --hf-overrides are not",
-        ),
+        ("--hf-overrides {} --config x.yaml", "model sizes", "unknown", "with --config, --hf-overrides"),
         # the command line has the block size, so the backend does not matter
         ("--attention-backend FLASHINFER", "model sizes", "ok", "88 blocks"),
         ("--num-gpu-blocks-override 80", "model sizes", "ok", "80 blocks"),

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.checks.check import Setup, run_checks
+from kvoffload.checks.check import Given, Setup, run_checks
 from kvoffload.cli.main import main
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
@@ -37,7 +37,7 @@ def found(capsys: pytest.CaptureFixture[str], transfer: object, *argv: str) -> d
     return {one.pop("check"): one for one in json.loads(capsys.readouterr().out)["findings"]}
 
 
-def test_a_good_configuration_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_good_configuration_in_a_file_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "transfer.json"
     path.write_text(json.dumps(GOOD))
     main(["doctor", "--json", "--kv-transfer-config", str(path)])
@@ -70,9 +70,18 @@ def test_a_good_configuration_passes(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_each_problem_of_a_configuration_is_reported(
     changes: dict[str, object], check: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = found(capsys, {**GOOD, **changes})[check]
+    """None leaves a key out."""
+    given = {key: value for key, value in {**GOOD, **changes}.items() if value is not None}
+    one = found(capsys, given)[check]
     assert one["verdict"] == "error"
     assert text in one["finding"]
+
+
+def read_arguments(*argv: str) -> Given:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command_line", nargs="*")
+    doctor.add_arguments(parser.add_argument_group())
+    return doctor.read_arguments(parser.parse_args(argv))
 
 
 anything = st.recursive(
@@ -86,19 +95,11 @@ anything = st.recursive(
 
 @given(st.dictionaries(st.sampled_from([*GOOD, "connectors"]), anything, max_size=5), st.booleans())
 def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], is_ours: bool) -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command_line", nargs="*")
-    doctor.add_arguments(parser.add_argument_group())
     transfer = {**GOOD, **changes} if is_ours else changes
-    found = doctor.read_arguments(parser.parse_args(["--kv-transfer-config", json.dumps(transfer)]))
+    found = read_arguments("--kv-transfer-config", json.dumps(transfer))
     assert isinstance(found.settings, dict)
     for answer in run_checks(found.checks, Setup(make_config())):
         assert "the check itself failed" not in answer.text
-
-
-def test_vllms_own_default_for_failed_loads_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    transfer = {key: value for key, value in GOOD.items() if key != "kv_load_failure_policy"}
-    assert found(capsys, transfer)["load failures"]["verdict"] == "error"
 
 
 @pytest.mark.parametrize(
@@ -125,22 +126,15 @@ def test_the_doctor_says_where_hits_of_recurrent_models_end(
 
 
 def test_our_connector_is_found_among_several(capsys: pytest.CaptureFixture[str]) -> None:
-    several = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"connectors": [{"kv_connector": "Another"}, "odd", {**GOOD}]},
-    }
+    inner = {"connectors": [{"kv_connector": "Another"}, "odd", GOOD]}
+    several = {**GOOD, "kv_connector": "MultiConnector", "kv_connector_extra_config": inner}
     checks = found(capsys, several)
     assert checks["vllm connector"]["verdict"] == "ok"
     assert checks["host memory"]["finding"].startswith("1.0 MiB fit")
 
 
 def ask_vllms(name: str, where: Machine) -> tuple[str, str]:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("command_line", nargs="*")
-    doctor.add_arguments(parser.add_argument_group())
-    return ask(doctor.read_arguments(parser.parse_args([])).checks, name, setup(), where)
+    return ask(read_arguments().checks, name, setup(), where)
 
 
 @pytest.mark.parametrize(
@@ -205,10 +199,8 @@ def test_the_doctor_runs_in_vllms_environment() -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("policy", "reported"), [("fail", ["load failures"]), ("recompute", [])])
-def test_vllms_connector_warns_of_failed_loads(
-    policy: str, reported: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("policy", "fails"), [("fail", True), ("recompute", False)])
+def test_vllms_worker_warns_at_its_start(policy: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvoffload_vllm import assembly
     from kvoffload_vllm.worker import VllmWorker
 
@@ -221,26 +213,6 @@ def test_vllms_connector_warns_of_failed_loads(
     with capture_logs() as lines:
         worker.register(FakeDevice(9, [65536, 65536]).layout)
         worker.close()
-    found = [line["check"] for line in lines if line["event"] == "doctor_warning"]
-    assert [check for check in found if check == "load failures"] == reported
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_vllms_worker_warns_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvoffload_vllm import assembly
-    from kvoffload_vllm.worker import VllmWorker
-
-    monkeypatch.setattr(assembly, "_check", lambda *_: (None, OffloadConfig(host_bytes=2 * 131072)))
-    monkeypatch.setattr(assembly, "find_failure_policy", lambda _: "recompute")
-    given = vllm_config(world_size=1)
-    given.parallel_config.rank = 0
-    worker = VllmWorker.__new__(VllmWorker)
-    assembly.start_worker(worker, given, cache_config(group(full())))
-    with capture_logs() as lines:
-        worker.register(FakeDevice(9, [65536, 65536]).layout)
-        worker.close()
-    reported = [line for line in lines if line["event"] == "doctor_warning"]
-    (pool,) = [line for line in reported if line["check"] == "host pool"]
-    assert "blocks on the host, 8 on the device" in pool["finding"]
+    reported = {line["check"]: line["finding"] for line in lines if line["event"] == "doctor_warning"}
+    assert "blocks on the host, 8 on the device" in reported["host pool"]
+    assert ("load failures" in reported) is fails

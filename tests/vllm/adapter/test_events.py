@@ -67,15 +67,18 @@ def events(maker: TierEvents, *ledger: tuple[BlockKey, bool], tier: Tier = Tier.
     return list(maker.events(tier, ledger))
 
 
-def test_a_stored_block_is_published_with_its_tokens_and_parent() -> None:
+def test_a_stored_block_is_published_with_its_tokens_parent_and_group() -> None:
     maker, (large, small) = reported(request())
-    first, second, third = events(maker, (large[0], True), (large[1], True), (small[3], True))
-    assert first[1]["token_ids"] == [100, 101, 102, 103]
-    assert (first[1]["block_hashes"], first[1]["parent_block_hash"]) == (["01"], None)
-    assert (second[1]["block_hashes"], second[1]["parent_block_hash"]) == (["03"], "01")
-    assert (second[1]["block_size"], second[1]["group_idx"], second[1]["medium"]) == (4, 0, "CPU")
-    assert (third[1]["block_hashes"], third[1]["parent_block_hash"]) == (["03"], "02")
-    assert (third[1]["block_size"], third[1]["group_idx"], third[1]["token_ids"]) == (2, 2, [106, 107])
+    stored = events(maker, (large[0], True), (large[1], True), (small[3], True))
+    first, second, third = (fields for _, fields in stored)
+    assert first["token_ids"] == [100, 101, 102, 103]
+    assert (first["block_hashes"], first["parent_block_hash"]) == (["01"], None)
+    assert (second["block_hashes"], second["parent_block_hash"]) == (["03"], "01")
+    assert (second["block_size"], second["group_idx"], second["medium"]) == (4, 0, "CPU")
+    assert (third["block_hashes"], third["parent_block_hash"]) == (["03"], "02")
+    assert (third["block_size"], third["group_idx"], third["token_ids"]) == (2, 2, [106, 107])
+    kinds = [(one["kv_cache_spec_kind"], one["kv_cache_spec_sliding_window"]) for one in (second, third)]
+    assert kinds == [("full_attention", None), ("sliding_window", 4)]
 
 
 def test_parents_are_published_before_their_children() -> None:
@@ -89,17 +92,9 @@ def test_parents_are_published_before_their_children() -> None:
     assert reported_of == [(2, "00"), (2, "01"), (0, "01"), (0, "03"), (2, "02"), (2, "03")]
 
 
-def test_a_group_is_published_by_its_kind_and_window() -> None:
-    maker, (large, small) = reported(request())
-    kinds = [
-        (fields["kv_cache_spec_kind"], fields["kv_cache_spec_sliding_window"])
-        for _, fields in events(maker, (large[0], True), (small[0], True))
-    ]
-    assert kinds == [("full_attention", None), ("sliding_window", 4)]
-
-
-def test_salts_and_images_in_a_blocks_hash_are_published() -> None:
-    maker, (large, small) = reported(request(salt="s", images=[("cat", 1), ("dog", 7)]))
+def test_everything_that_a_blocks_hash_depends_on_is_published() -> None:
+    adapter = SimpleNamespace(adapter_id=7, name="poems")
+    maker, (large, small) = reported(request(salt="s", images=[("cat", 1), ("dog", 7)], lora_request=adapter))
     fields = [event for _, event in events(maker, *[(key, True) for key in (*large, *small)])]
     assert [one["extra_keys"] for one in fields] == [
         [(("cat", 1), "s")],
@@ -109,12 +104,7 @@ def test_salts_and_images_in_a_blocks_hash_are_published() -> None:
         [None],
         [(("dog", 1),)],
     ]
-
-
-def test_the_adapter_of_a_block_is_published() -> None:
-    maker, (large, _) = reported(request(lora_request=SimpleNamespace(adapter_id=7, name="poems")))
-    ((_, fields),) = events(maker, (large[0], True))
-    assert (fields["lora_id"], fields["lora_name"]) == (7, "poems")
+    assert {(one["lora_id"], one["lora_name"]) for one in fields} == {(7, "poems")}
 
 
 def test_removed_blocks_are_published_by_group() -> None:
@@ -129,16 +119,9 @@ def test_removed_blocks_are_published_by_group() -> None:
 
 def test_only_the_last_change_of_a_block_is_published() -> None:
     maker, (large, _) = reported(request())
-    key = large[0]
-    assert [kind for kind, _ in events(maker, (key, True), (key, False))] == ["removed"]
-    assert [kind for kind, _ in events(maker, (key, False), (key, True))] == ["stored"]
-
-
-def test_a_block_that_is_stored_again_is_published_in_full_again() -> None:
-    maker, (large, _) = reported(request())
-    for came in (True, False, True):
-        ((_, fields),) = events(maker, (large[0], came))
-    assert fields["token_ids"] == [100, 101, 102, 103]
+    assert [kind for kind, _ in events(maker, (large[0], True), (large[0], False))] == ["removed"]
+    ((kind, fields),) = events(maker, (large[0], False), (large[0], True))
+    assert (kind, fields["token_ids"]) == ("stored", [100, 101, 102, 103])
 
 
 def test_a_block_without_a_note_is_not_published_and_neither_is_its_removal() -> None:
@@ -172,19 +155,13 @@ def key(number: int, group_number: int = 0) -> BlockKey:
     return BlockKey(number.to_bytes(2, "big") + group_number.to_bytes(4, "big"))
 
 
-def test_each_computed_block_is_noted_once() -> None:
-    notes = taker(lambda key: True, 10)
+def test_each_computed_block_is_noted_once_for_all_groups_with_its_block_size() -> None:
+    notes = taker(lambda key: True, 10, count=3)
     assert notes.take(prompt(range(4)), 0, 5) == 2
     assert count_of(notes) == 2
     assert notes.take(prompt(range(4)), 2, 5) == 2
     assert notes.take(prompt(range(4)), 2, 100) == 4  # not all computed tokens have a hash
     assert notes.take(prompt(range(4)), 0, 8) == 4
-    assert count_of(notes) == 4
-
-
-def test_groups_with_the_same_block_size_share_notes() -> None:
-    notes = taker(lambda key: True, 10, count=3)
-    notes.take(prompt(range(4)), 0, 8)
     assert count_of(notes) == 4
     assert notes.get(key(1, 0)) is notes.get(key(1, 2)) is not None
 
@@ -225,12 +202,7 @@ def test_a_key_is_a_hash_and_vllms_number_of_the_group() -> None:
     assert split_key(small[2]) == (b"\x02", 2)
 
 
-def test_a_disk_is_local_storage_and_a_store_is_remote_storage() -> None:
-    maker, (large, _) = reported(request())
-    for tier, place in ((Tier.DISK, ("STORAGE", "LOCAL")), (Tier.REMOTE, ("STORAGE", "REMOTE"))):
-        for came in (True, False):
-            ((_, fields),) = events(maker, (large[0], came), tier=tier)
-            assert (fields["medium"], fields["locality"]) == place
+# -- tiers ----------------------------------------------------------------------------------------------------------
 
 
 def tiers() -> tuple[TierEvents, dict[Tier, KeyIndex], tuple[BlockKey, ...]]:

@@ -14,6 +14,7 @@ from kvoffload_vllm.support import Features, find_problems
 from tests.vllm.adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
 
 NEW = Features()
+WITH_STATES = Features(hands_off_states=True)
 
 
 def translate(
@@ -25,13 +26,9 @@ def translate(
 
 
 def problems(*groups: Any, features: Features = NEW, config: Any = None, **settings: Any) -> tuple[str, ...]:
+    config = config or cache_config(*groups)
     with pytest.raises(ConfigError) as caught:
-        vllm_groups(
-            vllm_config(**settings),
-            config or cache_config(*groups),
-            features=features,
-            sizes=(16, 16),
-        )
+        vllm_groups(vllm_config(**settings), config, features=features, sizes=(16, 16))
     return caught.value.problems
 
 
@@ -88,11 +85,8 @@ def test_the_last_hash_of_a_block_is_its_key() -> None:
     keys = KeyMaker(groups.hash_ratios, groups.ids).keys([bytes([n]) for n in range(12)], 0)
     assert [key[0] for key in keys[0]] == [3, 7, 11]
     assert [key[0] for key in keys[1]] == [1, 3, 5, 7, 9, 11]
-
-
-def test_groups_in_which_a_part_of_a_block_has_a_hash_are_known() -> None:
-    groups = translate(group(full(32)), group(window(80, 16)), sizes=(32, 16))
-    assert groups.partly_hashed == {0: 32}
+    # Only in group 0 can a part of a block have a hash.
+    assert translate(group(full(32)), group(window(80, 16)), sizes=(32, 16)).partly_hashed == {0: 32}
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
@@ -119,13 +113,16 @@ def test_a_group_that_hits_need_cannot_be_left_out(name: str) -> None:
     assert problem.startswith(f"KV cache group 1 is of {name}; known are FullAttentionSpec, ")
 
 
-@pytest.mark.parametrize("field", [{"host_resident": True}, {"enable_kv_transfer": False}])
-def test_hisparse_is_refused_by_its_groups(field: dict[str, bool]) -> None:
-    assert "HiSparse" in problems(group(full(), **field))[0]
-
-
-def test_hisparse_is_refused_by_its_setting() -> None:
-    assert "HiSparse" in problems(config=cache_config(group(full()), hisparse_host_num_blocks=5))[0]
+@pytest.mark.parametrize(
+    "config",
+    [
+        cache_config(group(full(), host_resident=True)),
+        cache_config(group(full(), enable_kv_transfer=False)),
+        cache_config(group(full()), hisparse_host_num_blocks=5),
+    ],
+)
+def test_hisparse_is_refused_by_its_groups_or_its_setting(config: Any) -> None:
+    assert "HiSparse" in problems(config=config)[0]
 
 
 def test_a_model_without_a_cache_is_refused() -> None:
@@ -148,28 +145,16 @@ def test_states_that_are_not_handed_off_are_refused() -> None:
 
 
 def test_states_are_handed_off_in_one_mode_only() -> None:
-    (problem,) = problems(group(full()), mamba("all"), features=Features(hands_off_states=True))
+    (problem,) = problems(group(full()), mamba("all"), features=WITH_STATES)
     assert "in mode all" in problem
     assert problem.endswith("start with --mamba-cache-mode align")
 
 
-def test_states_that_are_handed_off() -> None:
-    groups = translate(
-        group(full()), mamba("align"), features=Features(hands_off_states=True), sizes=(64, 16)
-    )
-    assert groups.shape.groups[1].kind is AttentionKind.RECURRENT
-    assert groups.shape.promises.hands_off_states
-
-
-def test_keys_of_states_end_in_vllms_number_of_the_group() -> None:
+def test_states_that_are_handed_off_have_keys_that_end_in_vllms_number_of_the_group() -> None:
     left_out = group(spec("Odd", prefix_cacheable=False))
-    groups = translate(
-        left_out,
-        mamba("align"),
-        group(full(64)),
-        features=Features(hands_off_states=True),
-        sizes=(64, 16),
-    )
+    groups = translate(left_out, mamba("align"), group(full(64)), features=WITH_STATES, sizes=(64, 16))
+    assert groups.shape.groups[0].kind is AttentionKind.RECURRENT
+    assert groups.shape.promises.hands_off_states
     assert groups.shape.state_key_ends == {(1).to_bytes(4, "big")}
     keys = [BlockKey(b"hash\0\0\0\1"), BlockKey(b"hash\0\0\0\2"), None]
     assert groups.shape.count_states(keys) == 1
@@ -180,13 +165,7 @@ def test_a_recurrent_group_never_has_lookahead() -> None:
     state.
     """
     draft = SimpleNamespace(use_eagle_block_drop=lambda: True)
-    groups = translate(
-        mamba("align"),
-        group(full(64)),
-        features=Features(hands_off_states=True),
-        sizes=(64, 16),
-        draft=draft,
-    )
+    groups = translate(mamba("align"), group(full(64)), features=WITH_STATES, sizes=(64, 16), draft=draft)
     assert ahead(groups) == [False, True]
 
 

@@ -76,40 +76,27 @@ def test_with_each_key_and_without_a_key_the_identity_differs(
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "same"),
     [
-        {"dtype": "bfloat16"},
-        {"kv_cache_dtype": "fp8"},
-        {"hf_overrides": {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}},
-        {"block_size": 64},
-        {"tensor_parallel_size": 2},
-        {"pipeline_parallel_size": 2},
-        {"prefix_caching_hash_algo": "sha256_cbor"},
+        ({"dtype": "bfloat16"}, False),
+        ({"kv_cache_dtype": "fp8"}, False),
+        ({"hf_overrides": {"rope_parameters": {"rope_theta": 5000.0, "rope_type": "default"}}}, False),
+        ({"block_size": 64}, False),
+        ({"tensor_parallel_size": 2}, False),
+        ({"pipeline_parallel_size": 2}, False),
+        ({"prefix_caching_hash_algo": "sha256_cbor"}, False),
+        ({"num_gpu_blocks_override": 64}, True),
+        ({"gpu_memory_utilization": 0.5}, True),
+        ({"max_num_seqs": 3}, True),
+        ({"max_model_len": 512}, True),
     ],
     ids=str,
 )
-def test_another_setting_changes_the_identity(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
+def test_settings_that_change_the_kv_change_the_identity_and_sizes_do_not(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, options: dict[str, Any], *, same: bool
 ) -> None:
     first, second = (find(settings(checkpoint, **more), tmp_path) for more in ({}, options))
-    assert first.fingerprint != second.fingerprint
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_gpu_blocks_override": 64},
-        {"gpu_memory_utilization": 0.5},
-        {"max_num_seqs": 3},
-        {"max_model_len": 512},
-    ],
-    ids=str,
-)
-def test_the_size_of_the_cache_does_not_change_the_identity(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, options: dict[str, Any]
-) -> None:
-    first, second = (find(settings(checkpoint, **more), tmp_path) for more in ({}, options))
-    assert first == second
+    assert (first.fingerprint == second.fingerprint) is same
 
 
 LONGROPE = {
@@ -182,23 +169,16 @@ def test_every_use_of_the_maximum_length_in_vllm_is_known() -> None:
     assert found == {"phi3_long_rope_scaled_rope.py", "llama4.py", "config.py", "voxtral_realtime.py"}
 
 
-def test_data_parallel_engines_have_the_same_identity(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+def test_the_hashes_seed_changes_the_identity_and_the_data_parallel_engine_does_not(
+    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = settings(checkpoint)
     alone = find(config, tmp_path)
     config.parallel_config.data_parallel_size = 2
     config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank = 1
     assert find(config, tmp_path) == alone
-
-
-def test_another_seed_of_the_hashes_changes_the_identity(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = settings(checkpoint)
-    first = find(config, tmp_path)
     monkeypatch.setattr("vllm.v1.core.kv_cache_utils.NONE_HASH", b"another")
-    assert find(config, tmp_path).fingerprint != first.fingerprint
+    assert find(config, tmp_path).fingerprint != alone.fingerprint
 
 
 def test_other_weights_of_the_same_names_and_sizes_change_the_identity(
@@ -304,15 +284,14 @@ def test_settings_whose_keys_a_restart_could_not_find_are_refused_with_the_remed
     assert bool(problems(checkpoint, changes, named=True)) == (remedy != "weights_id")
 
 
-def test_a_model_of_another_hub_is_refused(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_another_hub_or_in_one_file_is_refused(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (problem,) = problems(checkpoint / "config.json", {})
+    assert "a file and not a folder" in problem
     monkeypatch.setattr("vllm.envs.VLLM_USE_MODELSCOPE", True, raising=False)
     (problem,) = problems(checkpoint, {})
     assert "ModelScope" in problem
-
-
-def test_a_model_in_one_file_is_refused(checkpoint: Path) -> None:
-    (problem,) = problems(checkpoint / "config.json", {})
-    assert "a file and not a folder" in problem
 
 
 def test_a_seed_that_is_set_is_the_same_in_every_process(

@@ -204,17 +204,17 @@ def test_a_slab_is_one_region() -> None:
 # -- what cannot be described ---------------------------------------------------------------------------------------
 
 
-def test_bytes_without_a_description_are_noticed() -> None:
+def test_bytes_without_a_description_or_a_view_are_noticed() -> None:
     raw = torch.zeros(2 * BLOCKS * 64, dtype=torch.int8)
-    view = bytes_view(raw, (BLOCKS, 64), (64, 1), 0)
-    with pytest.raises(EngineContractError, match="has 896 bytes, but 448 are described by its 1 regions"):
-        layout_of_caches({"l": view}, config(placed(raw.numel(), ["l"], BLOCKS * 64, 64)))
-
-
-def test_a_tensor_without_a_view_is_noticed() -> None:
-    view = torch.zeros(BLOCKS, 64, dtype=torch.int8)
-    with pytest.raises(EngineContractError, match="has 896 bytes, but 448"):
-        layout_of_caches({"l": view}, config(older(448, ["l"]), older(448, ["lost"])))
+    caches = {"l": bytes_view(raw, (BLOCKS, 64), (64, 1), 0)}
+    for tensors in (
+        [placed(raw.numel(), ["l"], BLOCKS * 64, 64)],
+        [older(BLOCKS * 64, ["l"]), older(BLOCKS * 64, ["lost"])],
+    ):
+        with pytest.raises(
+            EngineContractError, match="has 896 bytes, but 448 are described by its 1 regions"
+        ):
+            layout_of_caches(caches, config(*tensors))
 
 
 def test_regions_that_overlap_in_part_are_refused() -> None:
@@ -248,11 +248,8 @@ def test_a_scattered_block_is_refused() -> None:
         layout_of_caches({"l": view}, config(older(raw.numel(), ["l"])))
 
 
-def test_a_view_that_counts_something_else_is_refused() -> None:
+def test_a_view_that_counts_something_else_and_a_cache_without_tensors_are_refused() -> None:
     with pytest.raises(EngineContractError, match="no dimension of l counts 7 blocks"):
         layout_of_caches({"l": torch.zeros(5, 5, 5)}, config(older(500, ["l"])))
-
-
-def test_a_cache_without_tensors_is_refused() -> None:
     with pytest.raises(EngineContractError, match="registered no KV tensor"):
         layout_of_caches({}, config())

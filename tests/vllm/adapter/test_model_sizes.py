@@ -126,12 +126,7 @@ QUANTIZED = {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo":
         {"model_type": ["qwen3"]},
         {"architectures": ["Qwen3ForSequenceClassification"]},
         {"is_causal": False},
-        {
-            "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
-            "use_sliding_window": None,
-            "sliding_window": 4096,
-        },
+        {**LLAMA_8B, "use_sliding_window": None, "sliding_window": 4096},
         {"quantization_config": {"kv_cache_scheme": {"num_bits": 8}}},
         {"quantization_config": QUANTIZED},
         {"compression_config": {"kv_cache_scheme": {"num_bits": 8}}},
@@ -148,17 +143,18 @@ def test_sizes_not_compared_with_a_stock_vllm_are_not_computed(change: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "options", "said"),
     [
-        ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"torch_dtype": "float8_e4m3fn"}, "the dtype 'float8_e4m3fn' is not known"),
+        ({"num_hidden_layers": None}, Options(), "num_hidden_layers"),
+        ({"torch_dtype": "float8_e4m3fn"}, Options(), "the dtype 'float8_e4m3fn' is not known"),
+        ({}, Options(tensor_parallel_size=3), "8 KV heads, which 3 ranks cannot share"),
     ],
 )
 def test_sizes_that_do_not_follow_from_the_configuration_are_refused(
-    change: dict[str, Any], said: str
+    change: dict[str, Any], options: Options, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        sizes({**QWEN3_8B, **change}, Options())
+        sizes({**QWEN3_8B, **change}, options)
 
 
 @pytest.mark.parametrize(
@@ -178,11 +174,6 @@ def test_sizes_with_manually_divided_stages_are_unknown(monkeypatch: pytest.Monk
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "20,16")
     with pytest.raises(SizesNotKnown):
         sizes(QWEN3_8B, Options(pipeline_parallel_size=2))
-
-
-def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
-    with pytest.raises(ConfigError, match="8 KV heads, which 3 ranks cannot share"):
-        sizes(QWEN3_8B, Options(tensor_parallel_size=3))
 
 
 def save(folder: Path, config: dict[str, Any]) -> Path:

@@ -72,6 +72,15 @@ class Engine:
         return found, reallocated
 
 
+def decoding() -> Engine:
+    """Return an engine whose request "a" has decoded two tokens, and has got block 3 for them."""
+    engine = Engine()
+    engine.add("a", 15)
+    for tokens in (15, 1, 1):
+        engine.step({"a": tokens})
+    return engine
+
+
 def test_progress_of_decoding_requests_is_reported_together() -> None:
     engine = Engine()
     engine.add("a", 14)
@@ -88,16 +97,12 @@ def test_progress_of_decoding_requests_is_reported_together() -> None:
     assert found == [({}, []), ({}, []), ({}, [7]), ({"b": (25, [7]), "a": (24, [8])}, [])]
 
 
-def test_progress_is_reported_at_once_while_the_device_is_nearly_full() -> None:
-    engine = Engine(free=9 * 2 - 1)
-    engine.add("a", 15)
-    engine.step({"a": 15})
-    engine.step({"a": 1})
-    assert engine.step({"a": 1}) == ({"a": (16, [3])}, [])
-
-
-def test_with_an_interval_of_one_every_step_reports_progress() -> None:
-    engine = Engine(every=1)
+@pytest.mark.parametrize(
+    "engine", [Engine(free=9 * 2 - 1), Engine(every=1)], ids=["nearly full", "every step"]
+)
+def test_progress_is_reported_at_once_if_the_device_is_nearly_full_or_the_interval_is_one(
+    engine: Engine,
+) -> None:
     engine.add("a", 15)
     engine.step({"a": 15})
     engine.step({"a": 1})
@@ -132,25 +137,21 @@ def test_no_report_is_late_by_more_than_a_block(tokens: int) -> None:
     assert reported
 
 
-def test_unreported_blocks_are_returned_when_a_request_ends() -> None:
-    engine = Engine()
-    engine.add("a", 15)
-    for tokens in (15, 1, 1):
-        engine.step({"a": tokens})
-    assert engine.reports.forget("a") == ((3,),)
-    assert engine.reports.forget("a") == ()
-    del engine.requests["a"]
-    assert all(engine.step({}) == ({}, []) for _ in range(8))
+def test_unreported_blocks_are_returned_when_a_request_ends_or_is_preempted() -> None:
+    for is_ended in (False, True):
+        engine = decoding()
+        assert engine.reports.forget("a") == ((3,),)
+        assert engine.reports.forget("a") == ()
+        if is_ended:
+            del engine.requests["a"]
+        assert all(engine.step({}) == ({}, []) for _ in range(8))
 
 
 def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -> None:
     """vLLM's reset preempts a request outside a step. The next step reports the preemption, and may allocate
     again.
     """
-    engine = Engine()
-    engine.add("a", 15)
-    for tokens in (15, 1, 1):
-        engine.step({"a": tokens})
+    engine = decoding()
     engine.requests["a"].request.num_computed_tokens = 0
     engine.add("a", 15)
     engine.reports.forget("a")
@@ -158,21 +159,9 @@ def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -
     assert engine.step({"a": 1}) == ({"a": (15, [])}, [])
 
 
-def test_a_request_that_was_preempted_is_not_reported() -> None:
-    engine = Engine()
-    engine.add("a", 15)
-    for tokens in (15, 1, 1):
-        engine.step({"a": tokens})
-    engine.reports.forget("a")
-    assert [engine.step({}) for _ in range(8)] == [({}, [])] * 8
-
-
 def test_a_request_that_is_not_scheduled_is_reported_later() -> None:
     """A request that is missing from a step may be preempted. vLLM reports this only when it allocates again."""
-    engine = Engine()
-    engine.add("a", 15)
-    for tokens in (15, 1, 1):
-        engine.step({"a": tokens})
+    engine = decoding()
     # In every fourth step the adapter reports, but only about scheduled requests.
     assert engine.step({}) == ({}, [])
     engine.free = 0
