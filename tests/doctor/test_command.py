@@ -55,10 +55,7 @@ def test_the_text_output_has_the_same_findings_as_json(capsys: pytest.CaptureFix
 
 def test_findings_are_shown_as_text() -> None:
     finding = Finding(Verdict.ERROR, "a\x1b[2J\nb\udcff", "c\x07", "x")
-    assert as_text([finding]).splitlines()[2:] == [
-        "error    x: a?[2J b?",
-        "         remedy: c?",
-    ]
+    assert as_text([finding]).splitlines()[2:] == ["error    x: a?[2J b?", "         remedy: c?"]
 
 
 def test_problems_come_first_then_missing_settings_and_a_count_of_passed_checks() -> None:

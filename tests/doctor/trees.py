@@ -25,11 +25,7 @@ NAMES = {
     "version": "importlib.metadata.version",
     "entry_points": "importlib.metadata.entry_points",
 }
-FAKES = {
-    "getrlimit": lambda _: (-1, -1),
-    "disk_usage": lambda _: SimpleNamespace(free=GIB),
-    "gpus": Gpus,
-}
+FAKES = {"getrlimit": lambda _: (-1, -1), "disk_usage": lambda _: SimpleNamespace(free=GIB), "gpus": Gpus}
 
 ROOMY = {
     "proc/meminfo": "MemTotal: 104857600 kB\nMemAvailable: 104857600 kB\n",

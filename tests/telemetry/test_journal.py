@@ -20,13 +20,7 @@ from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
 from kvoffload.model.causes import CopyOutcome, DegradeCause, StoreOutcome
 from kvoffload.model.errors import ConfigError
-from kvoffload.model.events import (
-    BlocksOffered,
-    Event,
-    OffloadingDegraded,
-    RankReported,
-    StoreEnded,
-)
+from kvoffload.model.events import BlocksOffered, Event, OffloadingDegraded, RankReported, StoreEnded
 from kvoffload.model.facts import (
     BlocksAllocated,
     DiskRestored,

@@ -124,9 +124,7 @@ def test_a_different_but_equally_likely_token_is_counted_and_passes() -> None:
     assert (wrong.verdict, largest.median, changed.median) == ("pass", 0, 1)
 
 
-def test_answers_may_vary_as_much_as_without_kvoffload(
-    lines_of: Callable[[GivenEngine], list[Line]],
-) -> None:
+def test_answers_may_vary_as_much_as_without_kvoffload(lines_of: Callable[[GivenEngine], list[Line]]) -> None:
     lines = lines_of(GivenEngine(from_host=WRONG, noise=0.15))
     assert "fail" not in {line.verdict for line in lines}
     assert lines[4].what.endswith("differ by more than 0.45")

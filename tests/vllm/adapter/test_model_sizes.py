@@ -75,12 +75,7 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "vocab_size": 512,
 }
-MODELS = {
-    "qwen3": QWEN3_8B,
-    "llama": LLAMA_8B,
-    "qwen3-silent": QWEN3_SILENT,
-    "deepseek": DEEPSEEK_V2_LITE,
-}
+MODELS = {"qwen3": QWEN3_8B, "llama": LLAMA_8B, "qwen3-silent": QWEN3_SILENT, "deepseek": DEEPSEEK_V2_LITE}
 
 
 def sizes(config: dict[str, Any], options: Options) -> ModelSizes:

@@ -238,22 +238,6 @@ def test_older_versions_recover_from_failed_loads_only_with_one_group() -> None:
             vllm_groups(engine(), cache_config(attention(), attention()))
 
 
-def test_mamba_and_cross_attention_are_refused() -> None:
-    import torch
-
-    from kvoffload_vllm.groups import vllm_groups
-
-    mamba = specs().MambaSpec(
-        block_size=32, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="all"
-    )
-    cross = attention("CrossAttentionSpec")
-    with pytest.raises(ConfigError) as caught:
-        vllm_groups(engine(), cache_config(attention(), mamba, cross))
-    mamba_problem, cross_problem, *_ = caught.value.problems
-    assert "recurrent (Mamba) states" in mamba_problem
-    assert "CrossAttentionSpec" in cross_problem
-
-
 def test_every_spec_of_vllm_is_known_or_refused_on_purpose() -> None:
     from kvoffload_vllm.support import KINDS
 
