@@ -30,10 +30,6 @@ def warnings(
     return lines
 
 
-def test_a_start_without_problems_logs_nothing(tmp_path: Path) -> None:
-    assert warnings(0, 2, ENOUGH, machine(tmp_path)) == []
-
-
 def test_each_failing_check_is_one_warning_with_stable_keys(tmp_path: Path) -> None:
     where = machine(tmp_path, {"proc/swaps": "Filename\n/dev/sda2 partition 8 0 -2\n"})
     pool, swap = warnings(0, 1, OffloadConfig(host_bytes=8 * 131072), where)
@@ -65,12 +61,12 @@ def test_a_check_that_raises_is_a_warning_and_the_other_checks_run(tmp_path: Pat
     assert "the file is odd" in lines[0]["finding"]
 
 
-def test_no_device_and_no_package_is_queried(tmp_path: Path) -> None:
+def test_a_start_without_problems_logs_nothing_and_queries_no_device_and_no_package(tmp_path: Path) -> None:
     def asked(*_: object) -> NoReturn:
         raise AssertionError("asked")
 
-    with machine(tmp_path, gpus=asked, version=asked, entry_points=asked, disk_usage=asked):
-        assert examine_rank(0, 1, ENOUGH, LAYOUT) == []
+    where = machine(tmp_path, gpus=asked, version=asked, entry_points=asked, disk_usage=asked)
+    assert warnings(0, 2, ENOUGH, where) == []
 
 
 def test_the_checks_read_only_a_few_small_files_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,15 +40,11 @@ NO_KERNEL = "not asked: no page kernel, ModuleNotFoundError: "
 def test_gpu_check_runs_completely_and_writes_every_line(
     emulator: Emulator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ship = command.parts()
-    monkeypatch.setattr(
-        command,
-        "parts",
-        lambda: {
-            name: replace(part, where=f"{HERE}:small", arguments=(part.where, *part.arguments))
-            for name, part in ship.items()
-        },
-    )
+    small = {
+        name: replace(part, where=f"{HERE}:small", arguments=(part.where, *part.arguments))
+        for name, part in command.parts().items()
+    }
+    monkeypatch.setattr(command, "parts", lambda: small)
     assert main([*SMALL, "--device", "cuda:1"]) == Exit.OK
     out, said = capsys.readouterr()
     printed = out.splitlines()

@@ -130,14 +130,11 @@ def url() -> Iterator[str]:
         yield running
 
 
-def test_metrics_are_served_on_loopback(url: str) -> None:
+def test_metrics_are_served_on_loopback_as_text_and_on_request_as_openmetrics(url: str) -> None:
     assert url == f"http://127.0.0.1:{port_of(url)}/metrics"
     with urllib.request.urlopen(url, timeout=10) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         assert b'kvoffload_lookup_blocks_total{result="miss"} 2.0' in answer.read()
-
-
-def test_openmetrics_is_served_on_request(url: str) -> None:
     request = urllib.request.Request(url, headers={"Accept": "application/openmetrics-text"})
     with urllib.request.urlopen(request, timeout=10) as answer:
         assert answer.read().endswith(b"# EOF\n")
@@ -190,9 +187,8 @@ def test_closing_the_server_frees_its_port() -> None:
 
 
 def test_the_error_names_an_unusable_address(url: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"127.0.0.1:{port_of(url)} \(Address already in use\); choose another"
-    ):
+    taken = rf"127.0.0.1:{port_of(url)} \(Address already in use\); choose another"
+    with pytest.raises(ConfigError, match=taken):
         serve(CollectorRegistry(), port=port_of(url)).__enter__()
     for host, port in [("x" * 64, 0), ("127.0.0.1", 70000), ("192.0.2.1", 0)]:
         with pytest.raises(ConfigError, match=r"cannot be served on .* \(.+\)"):
