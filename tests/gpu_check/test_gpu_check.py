@@ -205,7 +205,7 @@ def test_a_capture_is_tested_with_the_calls_of_the_workers_threads(
 
 @pytest.mark.slow
 def test_the_depth_of_a_stream_is_found(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hazards, "_GATE_S", 2.0)
+    monkeypatch.setattr(hazards, "_GATE_S", 4.0)  # longer than 1,200 calls take, by more than _WAITED_S
     monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # longer than the pauses of a busy machine
     emulator.set_depth(1200)
     first, stood_still = hazards._depth(OPTIONS, "off", 1, "copies one by one")
