@@ -20,7 +20,7 @@ _IN_USE = (SlotState.FILLING, SlotState.PINNED, SlotState.DRAINING)
 def audit(state: CoreState, stores: Stores) -> list[str]:
     """Return one line of text for each wrong total. Changes nothing.
 
-    Two totals are always checked. All other totals are checked only when no request is live and no job is pending.
+    While a request is live or a job is pending, only the totals of slots and of index keys are checked.
     """
     totals = _totals(state, stores)
     return [
@@ -31,14 +31,14 @@ def audit(state: CoreState, stores: Stores) -> list[str]:
 
 
 def _totals(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
-    """Yield each total's description, counted value and expected value."""
+    """Yield each total's name, counted value and expected value."""
     pool, opened = state.pool, state.jobs.open.values()
     yield "slots in all states", sum(map(pool.count, SlotState)), pool.capacity
     yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
     if state.requests.live or state.jobs.pending:
         return
-    # No job is pending here, so every open job has timed out. Such jobs keep their leases, their requests' records, and
-    # the pins of the slots that they spill.
+    # No job is pending, so every open job has timed out. A timed-out job keeps its leases, its requests' records and,
+    # if it is a spill, its pins.
     spilled = [slot for job in opened if isinstance(job, Spill) for slot in job.slots]
     ended = {record for job in opened if isinstance(job, DeviceJob) for record in job.concerns}
     in_use = [slot for slot in pool.pins if pool.state(slot) in _IN_USE]

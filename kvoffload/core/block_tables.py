@@ -5,8 +5,8 @@ the first request's table still named the block, the other request's KV would be
 So a reverse index maps each block of such a group to the table entries that name it, and when the engine allocates a
 block, these entries are zeroed. The cost grows with the number of allocated blocks, not with requests times blocks.
 
-Recurrent groups keep one or two blocks per request, and some engines move these within the table in place. So in these
-groups a table contains only states that the engine handed off.
+A recurrent group keeps one or two blocks per request, and some engines move these blocks within the table in place. So
+the table of a recurrent group contains only the states that the engine handed off.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BlockTables:
         """Maps each block that several entries name to these entries. A block is never in both dicts."""
 
     def reallocated(self, blocks: Iterable[DeviceBlockId]) -> int:
-        """Zero these newly allocated ids in every table that names them. Return how many entries were zeroed."""
+        """Zero newly allocated blocks in every table that names them. Return the number of zeroed entries."""
         blocks = set(blocks)
         stale = [self.entries.pop(block) for block in self.entries.keys() & blocks]
         for block in self.shared.keys() & blocks:
@@ -67,7 +67,7 @@ class BlockTables:
             self._name(named)
 
     def put(self, record: RequestRecord, group: int, position: int, block: DeviceBlockId) -> None:
-        """Enter the block of a recurrent state that the engine handed off. Call `reallocated` first."""
+        """Write the block of a handed-off recurrent state to its request's table. Call `reallocated` first."""
         assert record.table is not None, record
         row = record.table[group]
         row += [NULL_BLOCK] * (position + 1 - len(row))
@@ -77,12 +77,12 @@ class BlockTables:
         self._name({block: (record, group, position)})
 
     def forget(self, record: RequestRecord) -> None:
-        """Remove a request's table, because the engine has freed its blocks."""
+        """Remove a request's table after the engine has freed the request's blocks."""
         table, record.table = record.table, None
         if table is None or not (self.entries or self.shared):
             return
         recycling = [(group, row) for group, row in enumerate(table) if self._recycles[group]]
-        if not self.shared:  # If no blocks are shared, no other table names this record's blocks.
+        if not self.shared:  # Only the table of `record` names each of these blocks.
             entries = self.entries
             for block in [block for _, row in recycling for block in row if block != NULL_BLOCK]:
                 entries.pop(block, None)

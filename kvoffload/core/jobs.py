@@ -3,7 +3,7 @@
     Store   device ─▶ host            Spill   host ─▶ lower tier
     Load    host ─▶ device            Fetch   lower tier ─▶ host
 
-The owner of a job plans it, and is called as the job proceeds:
+A job's owner plans the job. The core then calls the owner's methods as the job proceeds:
 
     plan ─▶ submit ─▶ owner.reported, once for each rank ─▶ owner.ended ─▶ close
       │       └─ overdue, drop ─▶ owner.failed ─────────────────┘
@@ -44,7 +44,7 @@ JobT_contra = TypeVar("JobT_contra", contravariant=True)
 class Offer(NamedTuple):
     """A computed block that may be stored.
 
-    `record` is None when the lazy planner found the block in the device's free queue; later fields are then unused.
+    If the lazy planner found the block in the device's free queue, `record` is None and the fields after it are unused.
     """
 
     key: BlockKey
@@ -60,7 +60,7 @@ TABLE: Callable[[Offer], tuple[RequestRecord | None, int]] = itemgetter(2, 3)
 
 
 def owner(offer: Offer) -> RequestRecord | None:
-    """Return the request that made an offer, or None if the request's block table has changed since then."""
+    """Return the request that made an offer, or None if the request no longer has the offer's block table."""
     record = offer.record
     if record is None or record.incarnation != offer.incarnation or not record.is_live:
         return None
@@ -70,19 +70,18 @@ def owner(offer: Offer) -> RequestRecord | None:
 class Failure(Enum):
     """Why a job failed.
 
-    Each value has three outcomes for the job's blocks: in a store, in a load, and in a fetch or spill.
+    Each value lists the outcomes reported for the blocks of a store, of a load, and of a fetch or spill.
     """
 
     # A rank's copy failed.
     FAILED = StoreOutcome.FAILED, LoadOutcome.FAILED, TierOutcome.FAILED
     # A rank found corrupt bytes.
     CORRUPT = StoreOutcome.FAILED, LoadOutcome.CORRUPT, TierOutcome.CORRUPT
-    # A rank did not report in time and may still be copying, so the slots under its copy are quarantined.
+    # A rank did not report in time. It may still be copying, so the slots that it may write are quarantined.
     TIMED_OUT = StoreOutcome.ABANDONED, LoadOutcome.ABANDONED, TierOutcome.ABANDONED
     # The job was dropped before it was sent to the workers.
     CANCELLED = StoreOutcome.CANCELLED, LoadOutcome.CANCELLED, TierOutcome.CANCELLED
-    # The workers finish the copies, but lookups must not find the blocks. While offloading is on, only a reset drops
-    # stores.
+    # The job was dropped after it was sent to the workers. While offloading is on, only a reset drops such a store.
     DROPPED = StoreOutcome.BEFORE_RESET, LoadOutcome.FAILED, TierOutcome.CANCELLED
 
     def __init__(self, of_store: StoreOutcome, of_load: LoadOutcome, of_tier: TierOutcome) -> None:
@@ -92,13 +91,13 @@ class Failure(Enum):
 
 
 class Owner(Protocol[JobT_contra]):
-    """The part of the core that plans jobs of one kind. Only the owner settles its jobs and releases their memory."""
+    """The part of the core that plans jobs of one kind. Only a job's owner settles the job and releases its memory."""
 
     def reported(self, job: JobT_contra, rank: Rank, report: JobReport, /) -> None:
         """Handle the end of one rank's copy."""
 
     def failed(self, job: JobT_contra, why: Failure, /) -> None:
-        """Settle a job that will not succeed. A job that timed out may already be settled."""
+        """Settle a job that will not succeed. A job that times out may have been settled before."""
 
     def ended(self, job: JobT_contra, /) -> None:
         """Release a job's memory after every rank has ended its copy. Settle the job if it is not settled yet."""
@@ -115,7 +114,7 @@ class Job(Struct, eq=False):
         extra: further data for the workers, as listed by `CopyJob`.
         tier: the lower of the two tiers; HOST for copies between device and host.
         id: the job's id, assigned by `Jobs.plan`.
-        waiting: ranks whose copy has not ended.
+        waiting: the ranks that are still copying.
         failed: the outcome that the first failing rank reported; None if no rank has failed.
         settled: True when the outcome is known, even if copies still run.
     """
@@ -179,14 +178,13 @@ class Load(DeviceJob, kw_only=True, eq=False):
 
 
 class TierJob(Job, kw_only=True, eq=False):
-    """A job between the host and a lower tier.
+    """A job that copies blocks between the host and a lower tier.
 
     Args:
         keys: the blocks' keys, in the order of `slots`, heads first.
         tier_slots: the blocks' slots in the tier's pool, in the same order.
         missing: positions in the job whose blocks the remote tier does not have.
-        stuck: positions in the job that a hanging call may still write to: a disk slot in a spill, a host slot in a
-            fetch.
+        stuck: positions in the job whose destination slots a hanging call may still write.
         copy_s: the longest copy time that a rank has reported so far, in seconds.
     """
 
@@ -198,12 +196,12 @@ class TierJob(Job, kw_only=True, eq=False):
 
     @property
     def read(self) -> list[SlotId]:
-        """Return the slots that the job's copies read."""
+        """Return the source slots: the tier's for a fetch, the host's for a spill."""
         return self.tier_slots if self.direction is Direction.LOAD else self.slots
 
     @property
     def written(self) -> list[SlotId]:
-        """Return the slots that the job's copies write."""
+        """Return the destination slots: the host's for a fetch, the tier's for a spill."""
         return self.slots if self.direction is Direction.LOAD else self.tier_slots
 
 
@@ -224,7 +222,7 @@ class Spill(TierJob, eq=False):
     """A job that copies blocks from the host to a lower tier.
 
     Args:
-        sums: the checksums of the blocks, for each rank that has reported.
+        sums: for each rank that has reported, the checksum of its shard of each block.
     """
 
     direction = Direction.STORE
@@ -257,7 +255,7 @@ class Jobs:
         """How many jobs are planned or submitted and have not timed out."""
 
     def plan(self, job: Job) -> None:
-        """Open a job and give it the next id."""
+        """Give a job the next id, and add it to the next plan."""
         job.id = self.last = self.last + 1  # type: ignore[assignment]  # calling `JobId` would take time
         job.waiting = set(self._ranks)
         self.open[job.id] = job
@@ -267,7 +265,7 @@ class Jobs:
         self.by_state[job.tier, job.direction][job.state] += 1
 
     def count(self, direction: Direction, state: JobState, tier: Tier = Tier.HOST) -> int:
-        """Return how many open jobs of this tier and direction are in a state."""
+        """Return how many open jobs have this direction, state and lower tier (HOST between device and host)."""
         return self.by_state[tier, direction][state]
 
     def on_tiers(self) -> list[JobId]:
@@ -282,14 +280,14 @@ class Jobs:
 
     @property
     def pending_on_tiers(self) -> int:
-        """Return the number of pending jobs between the host and a lower tier."""
+        """Return how many jobs between the host and lower tiers are planned or submitted."""
         counts = [self.by_state[tier, direction] for tier in _LOWER for direction in Direction]
         return sum([each[_PLANNED] + each[_SUBMITTED] for each in counts])
 
     def submit(self) -> TransferPlan:
         """Return the step's plan, and mark its jobs as submitted.
 
-        The plan is complete before any job changes its state, and nothing after that can raise (R12).
+        If this method raises, no job has changed its state (R12).
         """
         ways = defaultdict[Direction | Tier, list[AnyJob]](list)
         for job in self.planned:
@@ -315,7 +313,7 @@ class Jobs:
         return plan
 
     def time_out(self, job: Job) -> None:
-        """Stop waiting for a submitted job; its copies may still run."""
+        """Mark a submitted job as timed out. Its copies may still run."""
         was = job.state
         job.state = JOB.steps[JobEvent.ABANDON][was]
         counts = self.by_state[job.tier, job.direction]
@@ -324,7 +322,7 @@ class Jobs:
         self.pending -= 1
 
     def drop(self, job: Job) -> None:
-        """Discard a job's result. A planned job is cancelled. The copies of a submitted job still run to their end."""
+        """Cancel a planned job, or discard the result of a submitted job, whose copies run to their end."""
         if job.state is _PLANNED:
             job.owner.failed(job, Failure.CANCELLED)
             job.owner.ended(job)
@@ -334,13 +332,13 @@ class Jobs:
             job.owner.failed(job, Failure.DROPPED)
 
     def cancel(self, job: Fetch) -> None:
-        """Drop a fetch, and tell the workers to skip its copies that have not started."""
+        """Drop a fetch. Workers skip the copies of the fetch that have not started."""
         self.drop(job)
         if job.state is _SUBMITTED:
             self.cancelled.append(job.id)
 
     def cancel_nothing(self) -> None:
-        """Discard the cancellations that no plan has sent yet."""
+        """Discard cancellations that were not sent to the workers yet."""
         self.cancelled.clear()
 
     def close(self, job: Job, event: JobEvent = _FINISH) -> None:
@@ -354,7 +352,7 @@ class Jobs:
 
 
 class InFlight:
-    """Keeps the keys that are being copied to a tier, and the offers that wait for these keys. The only writer of both.
+    """The keys that are being copied to a tier, and the offers that wait for the outcomes of these copies.
 
     A key is removed as soon as its job has an outcome. After a failure, another block with this key can then be stored,
     while the failed job's block stays leased until its last copy has ended.
@@ -371,11 +369,11 @@ class InFlight:
         self.keys.update(dict.fromkeys(keys, job))
 
     def wait(self, duplicate: Offer) -> None:
-        """Keep an offer until the job that copies its key has an outcome."""
+        """Defer an offer until the job that copies the offer's key has an outcome."""
         self.duplicates.setdefault(duplicate.key, []).append(duplicate)
 
     def ended(self, keys: Sequence[BlockKey]) -> list[Offer]:
-        """Remove keys whose job has an outcome. Return the offers that waited for them."""
+        """Remove keys after their job's outcome. Return the offers that waited for these keys."""
         in_flight, duplicates = self.keys, self.duplicates
         for key in keys:
             del in_flight[key]
@@ -385,7 +383,7 @@ class InFlight:
 
 
 class Leases:
-    """Device blocks that the engine must not reuse while open jobs copy them (R5).
+    """Leases device blocks, which keeps the engine from reusing a block while an open job copies it (R5).
 
     The only caller of the block pool's `lease` and `release`.
     """
@@ -417,7 +415,8 @@ class Stall:
     """Counts jobs that timed out, and stops new copies before such jobs lease the whole device pool (R5, R16).
 
     Args:
-        limit: how many device blocks timed-out jobs may lease together. A single job may exceed this limit.
+        limit: new copies stop when timed-out jobs together lease more device blocks than this, unless a single job has
+            leased as many.
     """
 
     def __init__(self, limit: int) -> None:
@@ -432,18 +431,18 @@ class Stall:
 
     @property
     def limit(self) -> int:
-        """Return how many device blocks timed-out jobs may lease: the limit, or the size of the largest such job."""
+        """Return the number of leased device blocks above which new copies stop."""
         return max(self._limit, self._largest)
 
     def timed_out(self, job: DeviceJob) -> list[Event]:
-        """Count a job that timed out. Return an event if this pauses or resumes copies."""
+        """Count a job that timed out. Return an event if new copies stop because of this timeout."""
         self.blocks += len(job.slots)
         self._largest = max(self._largest, len(job.slots))
         self.jobs_in_a_row += 1
         return self._turned()
 
     def ended(self, job: DeviceJob) -> list[Event]:
-        """Record that a job's last copy has ended. Return an event if this pauses or resumes copies."""
+        """Record that a job's last copy has ended. Return an event if new copies may start again."""
         if job.state is _ABANDONED:
             self.blocks -= len(job.slots)
         self.jobs_in_a_row = 0

@@ -1,4 +1,4 @@
-"""Maps the keys that can hit to their slots, and logs changes on request.
+"""Maps each key that can hit to its slot.
 
 A dict with many insertions and deletions is sometimes rebuilt in a single call, which takes 200 ms inside a hook for a
 million keys. So the index consists of several dicts, and the first byte of a key selects one. Keys are hashes, so their
@@ -32,9 +32,9 @@ _LOOK_AFTER = 256
 
 
 class KeyIndex(Mapping[BlockKey, SlotId]):
-    """Maps each key that can hit to its slot. The pool is the only writer.
+    """Maps each key that can hit to its slot. Only `SlotPool` writes the index.
 
-    If the index has a key, it is in `parts[key[0]]`.
+    `parts[key[0]]` is the dict in which a key is stored.
     """
 
     __slots__ = ("_all", "_changes", "_unlooked", "parts")
@@ -63,7 +63,6 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
         return sum(map(len, self._all))
 
     def isdisjoint(self, keys: Iterable[BlockKey]) -> bool:
-        """Return whether the index has none of these keys."""
         parts = self.parts
         for key in keys:  # noqa: SIM110  # a generator takes twice as long
             if key in parts[key[0]]:
@@ -73,14 +72,14 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     # -- changes ------------------------------------------------------------------------------------------------
 
     def watch(self) -> list[tuple[BlockKey, bool]]:
-        """Return a list that receives every later change: a key, and True if it was added or False if removed."""
+        """Return a list to which the index appends later changes: a key, and whether the key was added or removed."""
         self._changes = []
         return self._changes
 
     def expect(self, count: int) -> None:
-        """Split the parts for `count` expected keys now, while they are short.
+        """Split the parts for `count` expected keys.
 
-        Otherwise all parts would have to be split later, at about the same time.
+        Splitting early is cheap. Parts that fill evenly would otherwise all be split at about the same time.
         """
         width, parts = _BYTES, self.parts
         while width > 1 and count > _MOST * _BYTES // width:
@@ -108,7 +107,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
             self._changes += [(key, False) for key in keys]
 
     def take_all(self) -> Mapping[BlockKey, SlotId]:
-        """Empty the index and return the keys and slots that were in it."""
+        """Empty the index and return its former keys and slots."""
         held = KeyIndex()
         held.parts, self.parts = self.parts, held.parts
         held._all, self._all = self._all, held._all
@@ -119,7 +118,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     # -- internal -----------------------------------------------------------------------------------------------
 
     def _split_long(self) -> None:
-        """Split every part that is too long and can be split."""
+        """Split every part with more than `_MOST` keys, unless the part covers a single byte value."""
         self._unlooked = 0
         for part in self._all:  # The loop also visits the parts that `_split` appends to this list.
             while len(part) > _MOST and self.parts[(byte := next(iter(part))[0]) ^ 1] is part:

@@ -6,12 +6,12 @@
 
 `PendingHits.lookup` searches (`match.longest_match`), pins the slots it finds and keeps the answer in the request's
 record (R1). The matching allocation takes the answer (`take`); a repeated lookup, the request's end or a reset drops it
-(`drop`). Every load that the engine waits for is answered exactly once (`_answer`). If the answer is a failure, the
-engine recomputes the tokens. Memory is released later, when every rank has ended its copy (`ended`).
+(`drop`). Every load that the engine waits for gets exactly one result (`_answer`). After a failure, the engine
+recomputes the tokens. Memory is released later, when every rank has ended its copy (`ended`).
 
 Engines keep few recurrent states, and a hit needs a state at its end. If a longer hit lacks only that state, the lookup
-records a *shared-prefix boundary*: it asks the engine to hand off the state at the end of the longer hit, so that the
-next request with this prefix can use it.
+records a *shared-prefix boundary*: the engine is asked to hand off the state at the end of the longer hit, so that the
+next request with this prefix can use the longer hit.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class PendingHits:
         return hit.tokens - device_tokens
 
     def _not_yet(self, record: RequestRecord, owner: RequestId | None = None) -> None:
-        """Report that a request waits: once per load, fetch or remote query, even if the engine repeats the lookup.
+        """Report that a request waits, once per load, fetch or remote query, however often the engine looks up.
 
         Args:
             record: the request that waits.
@@ -112,11 +112,11 @@ class PendingHits:
         record.boundary = 0
 
     def take(self, record: RequestRecord, accepted_tokens: int) -> PendingHit | None:
-        """Remove the last lookup's answer from the record, report it and return it. Return None if there is no answer.
+        """Remove the last lookup's answer from the record, report it and return it; None if there is no answer.
 
-        The caller unpins the answer's slots. The report counts the block positions after the device's own hit. Only
-        positions that the engine accepted count as hits. The engine may decline the end of a hit, or the whole hit if
-        another connector's hit came first.
+        The caller unpins the answer's slots. The report counts the block positions after the device's own hit, and
+        counts a position as a hit only if the engine accepted it. The engine may decline the end of a hit, or the whole
+        hit if it uses another connector's hit instead.
         """
         hit, record.hit = record.hit, None
         if hit is None:
@@ -142,7 +142,7 @@ class PendingHits:
         return hit
 
     def drop(self, record: RequestRecord, cause: PinDropCause) -> None:
-        """Drop the answer of the last lookup, if there is one, and unpin its slots."""
+        """Drop the last lookup's answer, if there is one, and unpin the slots that the lookup found."""
         hit, record.hit = record.hit, None
         if hit is not None and hit.slots:
             self._state.pool.unpin(hit.slots)
@@ -212,21 +212,18 @@ class Loads:
             self._load(record, fact, hit)
             return
         if hit is not None and hit.slots:
-            # The engine declined the whole hit, as its contract allows (R2).
+            # The engine may decline a whole hit (R2).
             self._unpin_hit(record, hit, ())
         self._state.requests.move(record, RequestEvent.ALLOCATE)
 
     def refuse(self, request: RequestId, external_tokens: int) -> None:
-        """Report a load as failed: the engine is waiting for tokens that no lookup returned."""
+        """Report a load as failed if the engine waits for tokens that no lookup returned."""
         if external_tokens:
             self._state.tally.rejected(RejectionCause.TOKENS_WITHOUT_PIN, request)
             self._state.results.failed.append(request)
 
     def _load(self, record: RequestRecord, fact: BlocksAllocated, hit: PendingHit | None) -> None:
-        """Plan a load of the tokens that the engine accepted.
-
-        If the host lacks some of these tokens, the load fails at once.
-        """
+        """Plan a load of the tokens that the engine accepted. If the host lacks one of the blocks, the load fails."""
         state = self._state
         length = fact.device_tokens + fact.external_tokens
         if hit is None or length > hit.tokens:
@@ -248,10 +245,7 @@ class Loads:
             self._answer(record, record.incarnation, loaded=True)
 
     def _unpin_hit(self, record: RequestRecord, hit: PendingHit, loading: Sequence[SlotId]) -> None:
-        """Unpin a hit and report how many of its slots are not loaded.
-
-        The hit's deepest slots are evicted first (R15).
-        """
+        """Unpin a hit's slots, so that the deepest are evicted first (R15). Report how many are not in `loading`."""
         self._state.pool.unpin(hit.slots)
         if rest := len(set(hit.slots).difference(loading)):
             self._state.retention.used(record, record.found_tokens)
@@ -273,10 +267,15 @@ class Loads:
         )
 
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
-        """Return the slots and blocks to copy for a prefix of `length` tokens, heads first; None if the host lacks any.
+        """Return the host slots and device blocks of a load, heads first; None if the host lacks one of the blocks.
 
-        Blocks are looked up by key again, because a pinned block may have been invalidated since the lookup, and a
+        Slots are looked up by key again, because a pinned slot may have been invalidated since the lookup, and a
         shorter hit can need different blocks.
+
+        Args:
+            record: the request.
+            fact: the allocation, with the request's new block table.
+            length: the length of the prefix in tokens, including the device's own hit.
         """
         parts = self._state.pool.index.parts
         copies: list[tuple[int, SlotId, DeviceBlockId]] = []
@@ -286,7 +285,7 @@ class Loads:
             for position in range(first, min(-(-length // size), len(table))):
                 block = table[position]
                 if block == NULL_BLOCK:
-                    continue  # The engine does not read the block at this position.
+                    continue  # The engine allocates no block for a position that it does not read.
                 key = keys[position] if position < len(keys) else None
                 slot = None if key is None else parts[key[0]].get(key)
                 if slot is None:
@@ -299,18 +298,18 @@ class Loads:
     # -- endings ------------------------------------------------------------------------------------------------
 
     def take_results(self) -> LoadResults:
-        """Return the loads that ended since the last call, and clear the list."""
+        """Return the loads that ended since the last call."""
         results, self._state.results = self._state.results, LoadResults()
         return results
 
     def reported(self, job: Load, rank: Rank, report: JobReport) -> None:
-        """Invalidate the blocks that a rank could not load. Every rank must report before the outcome is known (R9)."""
+        """Invalidate the host slots that a rank could not load. The load ends after every rank's report (R9)."""
         job.corrupt.update(report.corrupt)
         if report.outcome is not CopyOutcome.DONE:
             self._distrust(job, report)
 
     def failed(self, job: Load, why: Failure) -> None:
-        """Let the engine recompute a failed load's tokens. After a timeout the slots are never reallocated (R16)."""
+        """Report a failed load, whose tokens the engine recomputes. After a timeout, quarantine its slots (R16)."""
         pool = self._state.pool
         if why is Failure.TIMED_OUT:
             self._note_misses(job.slots, MissCause.LOAD_FAILED)
@@ -332,7 +331,7 @@ class Loads:
         """Release a job's memory after every rank has ended its copy."""
         state, record = self._state, job.record
         if not job.settled:
-            # After a broken invariant even successfully loaded bytes are not trusted.
+            # After a broken invariant, the bytes of a successful load may be wrong, too.
             if job.failed is None and state.degraded is None:
                 self._arrived(job)
             else:
@@ -343,7 +342,7 @@ class Loads:
         state.retention.release_if_over(record)
 
     def _arrived(self, job: Load) -> None:
-        """Let the request run, because every rank has loaded the request's blocks."""
+        """Report a load that succeeded on every rank, so that the request can run."""
         record, pool, shape = job.record, self._state.pool, self._state.shape
         if shape.state_key_ends and (states := shape.count_states(map(pool.key, job.slots))):
             self._state.tally.events.append(events.StatesCopied(Direction.LOAD, states))
@@ -358,10 +357,9 @@ class Loads:
             self._planner.loaded(record)
 
     def _distrust(self, job: Load, report: JobReport) -> None:
-        """Invalidate the slots of a failed copy at once, although other ranks may still read them (R4).
+        """Invalidate a load's host slots after one rank's copy failed, even while other ranks read them (R4).
 
-        If checksums show which blocks are corrupt, only these blocks are lost, and their slots are never allocated
-        again.
+        If the rank found wrong checksums, quarantine the corrupt slots instead.
         """
         pool, tally = self._state.pool, self._state.tally
         if report.outcome is CopyOutcome.CORRUPT:
@@ -373,15 +371,12 @@ class Loads:
             tally.evicted(EvictionCause.LOAD_FAILED, sum(map(pool.invalidate, job.slots)))
 
     def _note_misses(self, slots: Sequence[SlotId], cause: MissCause) -> None:
-        """Remember why lookups of these slots' keys will miss. Call this method before the slots are invalidated."""
+        """Record why the keys in these slots will miss. Call this method before invalidating the slots."""
         pool = self._state.pool
         self._state.misses.note([key for slot in slots if (key := pool.indexed_key(slot)) is not None], cause)
 
     def _answer(self, record: RequestRecord, incarnation: int, *, loaded: bool) -> None:
-        """Answer the engine, exactly once per load.
-
-        If the request still waits for this load, change the request's state.
-        """
+        """Report a load's end to the engine, once per load. Update the request if it still waits for the load."""
         state = self._state
         (state.results.loaded if loaded else state.results.failed).append(record.request)
         if record.state is not _LOADING or record.incarnation != incarnation:

@@ -43,10 +43,7 @@ class Machine(Generic[S, E]):
 
 
 class _Steps(dict[int, S]):
-    """Maps each state to the next state, for one event.
-
-    This is a dict, because a dict lookup makes no Python-level call.
-    """
+    """Maps each state to the next state for one event. It is a dict because a dict lookup runs no Python function."""
 
     def __init__(self, machine: Machine[S, E], event: E) -> None:
         super().__init__({before: after for (before, on), after in machine.table.items() if on is event})
@@ -63,7 +60,7 @@ class SlotState(IntEnum):
     READY = 2  # the slot contains a whole block that can hit, and can be evicted
     PINNED = 3  # like READY, but pinned by a lookup or by a job that reads the slot
     DRAINING = 4  # the slot's block is invalid, but a copy or a pin still uses the slot
-    # the slot must not be allocated: its bytes are corrupt, a copy into it never ended, or the disk has no space for it
+    # never allocated: the slot's bytes are corrupt, a copy into the slot did not end, or the disk lacks space for it
     QUARANTINED = 5
 
 
@@ -102,12 +99,12 @@ SLOT = Machine(
 class JobState(IntEnum):
     """The state of a transfer job, across all ranks."""
 
-    PLANNED = 0  # the job was not sent to the workers yet, so it can be cancelled
-    SUBMITTED = 1  # the job was sent to the workers; started copies cannot be stopped
+    PLANNED = 0  # the job has not been sent to the workers, so it can be cancelled
+    SUBMITTED = 1  # the job has been sent to the workers, which finish every copy that they have started
     DONE = 2
     FAILED = 3
     CANCELLED = 4
-    ABANDONED = 5  # the job timed out, but one of its copies may still run
+    ABANDONED = 5  # the job timed out, but a rank may still be copying
 
 
 class JobEvent(IntEnum):

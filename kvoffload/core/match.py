@@ -32,13 +32,11 @@ FoundKeys = KeyIndex | LayeredIndex
 
 
 class Match(NamedTuple):
-    """The result of a search."""
-
     tokens: int  # how many prompt tokens are on the device or the host
     slots: tuple[SlotId, ...]  # the slots of the blocks to load, heads first
     missing: BlockKey | None  # the first missing key, or None if the limit ended the match
-    lacks_state: bool = False  # whether the missing block is a recurrent state
-    # with recurrent groups: the length of the hit if only the full-attention groups mattered
+    lacks_state: bool = False  # whether the block of the missing key is a recurrent state
+    # in models with recurrent groups: the prefix length that the full-attention groups allow, in tokens; else 0
     full_tokens: int = 0
 
 
@@ -54,8 +52,6 @@ def longest_match(
     device_tokens: int = 0,
 ) -> Match:
     """Return the longest usable prefix of at most `limit` tokens, or of `start` tokens if none is longer.
-
-    Changes nothing.
 
     Args:
         shape: the engine's groups.
@@ -83,7 +79,7 @@ def longest_match(
 def _match_in_one_full_group(
     tokens: int, keys: Sequence[BlockKey], index: FoundKeys, start: int, limit: int
 ) -> Match:
-    """Return the match in a model with one full-attention group: all blocks before the first missing one."""
+    """Return the blocks before the first missing one, in a model with a single full-attention group."""
     parts, found, first = index.parts, list[SlotId](), start // tokens
     for key in islice(keys, first, limit // tokens):
         slot = parts[key[0]].get(key)
@@ -94,7 +90,7 @@ def _match_in_one_full_group(
 
 
 class _Search:
-    """One search, with the slots found so far in each group."""
+    """One search of `longest_match`."""
 
     def __init__(
         self,
@@ -133,10 +129,7 @@ class _Search:
         return max(length, self._start), blocker
 
     def descend_full(self, length: int) -> tuple[int, BlockKey | None]:
-        """Return the longest length that the full-attention groups allow, and the first missing key after that length.
-
-        The result is at most `length`.
-        """
+        """Return the longest length up to `length` that the full-attention groups allow, and the first missing key."""
         blocker: BlockKey | None = None
         for group in self._groups:
             if group.kind is AttentionKind.FULL and (cut := self._extend(group, length)) < length:
@@ -157,14 +150,11 @@ class _Search:
         return tuple([slot for _, slot in blocks])
 
     def aligned(self, length: int) -> int:
-        """Round a length down to a multiple of the alignment that hits must have."""
+        """Round a length in tokens down to a possible length of a hit."""
         return length - length % self._alignment
 
     def _extend(self, group: GroupSpec, limit: int) -> int:
-        """Look up a full-attention group's keys after the device's hit.
-
-        Return the aligned length that these keys allow.
-        """
+        """Look up a full-attention group's keys after the device's hit. Return the longest hit up to `limit` tokens."""
         tokens, keys = group.block_tokens, self._keys[group.group]
         first = self._start // tokens
         last = min((limit + self._behind(group)) // tokens, len(keys))
@@ -180,9 +170,9 @@ class _Search:
         return min(limit, self.aligned(position * tokens - self._behind(group)))
 
     def _last_hole(self, group: GroupSpec, length: int) -> int | None:
-        """Return the position of the deepest missing block that a length needs; None if no such block is missing.
+        """Return the position of the deepest missing block that a hit of `length` tokens needs, or None.
 
-        A block is missing if it is neither on the host nor on the device.
+        A block is missing if neither the host nor the device has it.
         """
         if length <= self._start:
             return None
@@ -203,10 +193,7 @@ class _Search:
         return range(first // group.block_tokens, end // group.block_tokens)
 
     def _key(self, group: GroupSpec, token: int) -> BlockKey | None:
-        """Return the first key from this token's block on that neither device nor host has.
-
-        Return None if there is none.
-        """
+        """Return the key of the first missing block at or after `token`; None if that block has no key yet."""
         keys, found = self._keys[group.group], self._found[group.group]
         position = max(token, self._start) // group.block_tokens
         while position in found:
@@ -214,5 +201,5 @@ class _Search:
         return keys[position] if position < len(keys) else None
 
     def _behind(self, group: GroupSpec) -> int:
-        """Return how many tokens after the hit must also match: one block if a draft model looks ahead, otherwise 0."""
+        """Return how many tokens after a hit must match, too: a block's if a draft model looks ahead, otherwise 0."""
         return group.block_tokens if group.has_lookahead else 0

@@ -78,7 +78,7 @@ class OffloadCore:
         tokens: int = 0,
         new_keys: Sequence[Sequence[BlockKey]] = (),
     ) -> int | None:
-        """Return how many tokens the host adds to the device's hit. None means that the engine must ask again later.
+        """Return how many tokens the host adds to the device's hit; None if the engine must look up again later.
 
         The slots stay pinned until the matching allocation, the next lookup, the request's end or a reset. An engine
         looks up only requests without a block table, so a lookup for a running request means that the engine has
@@ -109,10 +109,10 @@ class OffloadCore:
         return self._hits.lookup(record, device_tokens, full_tokens, may_wait=can_wait)
 
     def set_least(self, tier: Tier, tokens: int) -> None:
-        """Set the minimum length of a hit (HOST), or the minimum number of tokens that a fetch from a tier must add.
+        """Set the fewest tokens worth a load (HOST) or a fetch from a lower tier.
 
-        A hit is never shorter than the policy's `min_load_tokens`. A request keeps the HOST minimum of its first
-        lookup.
+        The policy's `min_load_tokens` still applies to loads. A request keeps the HOST minimum that applied at its
+        first lookup.
         """
         if tier is Tier.HOST:
             self._least_tokens = max(tokens, self.state.policy.min_load_tokens)
@@ -133,7 +133,7 @@ class OffloadCore:
             record.incarnation += 1
             record.may_store = not self.state.epoch or self._is_untainted(fact)
         elif was is _RUNNING and record.loading:
-            # Either the load into the previous table has ended, or the request lost that table before the load ended.
+            # The load has ended, or the request lost the block table that the load filled.
             self.state.requests.load_is_over(record)
         self._new[record] = None
         if self.state.tables.entries or self.state.tables.shared or self.state.epoch:
@@ -148,7 +148,7 @@ class OffloadCore:
             self._planner.allocated(record)
 
     def request_ended(self, fact: facts.RequestEnded) -> None:
-        """Handle a request that finished or was aborted. The request's blocks are about to be freed."""
+        """Handle a request's end, before the engine frees the request's blocks."""
         state = self.state
         record = state.requests.live.get(fact.request)
         if record is None:
@@ -192,7 +192,7 @@ class OffloadCore:
         record.incarnation += 1
 
     def _table_ended(self, record: RequestRecord) -> None:
-        """Drop everything that belongs to a block table that the request has lost."""
+        """Forget a request's block table, and stop watching for evictions of the blocks in it."""
         state = self.state
         state.tables.forget(record)
         if record.watched:
@@ -235,16 +235,15 @@ class OffloadCore:
     def _preempt_all(self, requests: Iterable[RequestId]) -> None:
         for request in requests:
             record = self.state.requests.live.get(request)
-            # The engine also reports a preemption after which the request got a new table within the same step. Such a
-            # request keeps its new table.
+            # A preempted request may have got a new table within the same step, and keeps that table.
             if record is not None and record.state is _RUNNING and record not in self._new:
                 self._preempt(record)
 
     def _advance(self, fact: facts.StepScheduled) -> list[RequestRecord]:
-        """Apply new blocks and confirmed tokens; return the running requests that got blocks or tokens."""
+        """Record a step's new blocks and confirmed tokens; return the running requests that got any."""
         state, advanced = self.state, list[RequestRecord]()
         if state.tables.entries or state.tables.shared:
-            # Zero the step's new ids in all other tables before any of these ids is recorded.
+            # Zero stale entries before adding new ones, because `reallocated` would zero the new ones, too.
             grown = [
                 block for progress in fact.progress for blocks in progress.new_blocks for block in blocks
             ]
@@ -267,9 +266,9 @@ class OffloadCore:
         return advanced
 
     def _offer_states(self, states: Iterable[facts.StateHandedOff]) -> None:
-        """Offer recurrent states. The step's tables must be updated and its reused ids zeroed before this call.
+        """Offer the recurrent states that a step completes, before other blocks: a prefix needs its state to hit.
 
-        States are offered before all other blocks, because a prefix without its state is useless.
+        Call this method after the step's block tables have been updated and stale entries zeroed.
         """
         offers: list[Offer] = []
         for request, group, position, key, block in states:
@@ -289,7 +288,7 @@ class OffloadCore:
     # -- reports ------------------------------------------------------------------------------------------------
 
     def transfer_reported(self, fact: facts.TransferReported) -> None:
-        """Record a rank's ended copies and the number of its ready slots. A duplicate report changes nothing."""
+        """Record which copies a rank has ended and how many slots it has ready. A duplicate report changes nothing."""
         state, report = self.state, fact.report
         if state.growing or state.ready.get(report.rank) != report.ready_slots:
             self._ready(report)
@@ -318,7 +317,7 @@ class OffloadCore:
                 state.jobs.close(job)
 
     def job_overdue(self, fact: facts.JobOverdue) -> None:
-        """Stop waiting for a job that takes too long. The slots under its copies are quarantined (R16)."""
+        """Stop waiting for a job after its time limit, and quarantine the slots that it may still write (R16)."""
         state, job = self.state, self.state.jobs.open.get(fact.job)
         if job is None or job.state is not JobState.SUBMITTED:
             return
@@ -347,7 +346,7 @@ class OffloadCore:
     # -- resets, and the end of offloading ------------------------------------------------------------------------
 
     def cache_reset(self, _: facts.CacheReset) -> None:
-        """Make sure that lookups find nothing computed before this reset (R10)."""
+        """Discard all blocks, so that lookups find nothing computed before the reset (R10)."""
         state = self.state
         state.epoch += 1
         state.computed_since_reset.clear()
@@ -373,13 +372,13 @@ class OffloadCore:
         )
 
     def invariant_broken(self, fact: facts.InvariantBroken) -> None:
-        """Switch offloading off until the engine restarts (R12). Nothing new starts, and open jobs run to their end."""
+        """Switch offloading off until the engine restarts (R12). No new job starts; submitted jobs run to their end."""
         state = self.state
         if state.degraded is not None:
             return
         state.degraded = fact.cause
         state.tally.events.append(events.OffloadingDegraded(fact.cause, fact.detail))
-        # After a handler has raised, the core gets no facts, so no report will end its jobs.
+        # After a handler has raised, the core gets no reports, so no job would end otherwise.
         is_last = fact.cause is DegradeCause.HANDLER_RAISED
         for job in tuple(state.jobs.open.values()):
             if is_last or job.state is JobState.PLANNED or not isinstance(job, Load):
@@ -392,15 +391,12 @@ class OffloadCore:
 
     @property
     def has_work(self) -> bool:
-        """Return whether the engine must keep stepping until open work ends.
-
-        Copies that timed out do not count (R16).
-        """
+        """Return whether the engine must keep stepping until open work ends. Timed-out copies do not count (R16)."""
         return self._has_work(self.state.jobs.pending) or (bool(self.state.tiers) and self.lower_tiers.is_due)
 
     @property
     def has_host_work(self) -> bool:
-        """Like `has_work`, but ignoring the jobs between the host and lower tiers."""
+        """Return what `has_work` would return without lower tiers."""
         return self._has_work(self.state.jobs.pending - self.state.jobs.pending_on_tiers)
 
     def _has_work(self, jobs: int) -> bool:
@@ -409,10 +405,7 @@ class OffloadCore:
 
     @property
     def watches_blocks(self) -> bool:
-        """Return whether steps must report all newly allocated blocks.
-
-        This includes the blocks of requests whose progress is reported later.
-        """
+        """Return whether steps must report all newly allocated blocks, even of requests that report progress later."""
         tables = self.state.tables
         return bool(tables.entries or tables.shared or self.state.epoch)
 
@@ -428,10 +421,7 @@ class OffloadCore:
     # -- device blocks that were allocated ------------------------------------------------------------------------
 
     def _reallocated(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
-        """Zero an allocation's new ids in other tables.
-
-        After a reset, record whether lookups may find the new blocks' KV.
-        """
+        """Zero an allocation's new blocks in other tables. After a reset, record whether these blocks may be stored."""
         state, blocks = self.state, list[DeviceBlockId]()
         for group, table in zip(state.shape.groups, fact.tables, strict=True):
             blocks += table[-(-fact.device_tokens // group.block_tokens) :]
@@ -449,7 +439,7 @@ class OffloadCore:
                 self._separate(blocks, since_reset=since_reset)
 
     def _separate(self, blocks: Iterable[DeviceBlockId], *, since_reset: bool) -> None:
-        """After a reset, record whether lookups may find the KV that is computed into these blocks."""
+        """Record whether the KV that requests compute into these blocks is from after the last reset."""
         fresh = self.state.computed_since_reset
         if since_reset:
             fresh.update(blocks)

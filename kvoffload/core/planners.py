@@ -1,8 +1,8 @@
 """Store planners, which decide when a computed block is offered to the host.
 
-`eager` offers a block as soon as its tokens are confirmed. `lazy` offers only blocks that the device is about to evict.
-The engine may reuse freed blocks at any time, so lazy also checks a request's blocks when the request ends. A new
-planner is a class with the six methods of `EagerPlanner` and a branch in `make_planner`.
+`eager` offers a block as soon as the block's tokens are confirmed. `lazy` offers only blocks that the device is about
+to evict. The engine may reuse freed blocks at any time, so `lazy` also checks a request's blocks when the request ends.
+To add a planner, write a class with the six methods of `EagerPlanner` and add a branch to `make_planner`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ class EagerPlanner:
         self._due: dict[RequestRecord, None] = {}
 
     def allocated(self, record: RequestRecord) -> None:
-        """Prepare for a request's new block table. The request runs, or waits for a load into the table."""
+        """Handle a request's new block table. The request either runs or waits for a load into the table."""
         if record.state is _RUNNING:
             self._due[record] = None
 
     def loaded(self, record: RequestRecord) -> None:
-        """Prepare for a request whose load succeeded: the request runs, and the device has its confirmed tokens."""
+        """Handle a successful load. The request runs, and the device has the KV of its confirmed tokens."""
         self._due[record] = None
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
-        """Offer newly confirmed blocks of requests that advanced or that started to run since the last step.
+        """Offer newly confirmed blocks of requests that advanced in the step or started to run since the step before.
 
         Args:
             fact: the step.
@@ -63,11 +63,11 @@ class EagerPlanner:
             self._stores.offer(offers)
 
     def states(self, offers: Sequence[Offer]) -> None:
-        """Offer recurrent states that the step completes; the engine may soon free their blocks."""
+        """Offer the recurrent states that a step completes. The engine may soon free the blocks that hold them."""
         self._stores.offer(offers)
 
     def ending(self, record: RequestRecord) -> None:
-        """Offer a running request's blocks for the last time, because these blocks are about to be freed."""
+        """Offer a running request's remaining blocks before the engine frees them."""
         self._due.pop(record, None)
         if record.waiting:
             self._stores.ending(record)
@@ -75,7 +75,7 @@ class EagerPlanner:
             self._stores.offer(offers, last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
-        """Count a preempted request's blocks that were not offered yet as lost."""
+        """Count a preempted request's blocks as lost, except those offered before or cached on the host."""
         self._due.pop(record, None)
         index = self._state.pool.index
         lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
@@ -92,13 +92,13 @@ class LazyPlanner:
          step allocates  up to here
 
     A block is clean if the host has it, if the host has no slot for it, or if no lookup could find it. When a
-    look-ahead stores a block, the block is leased and leaves the free queue until its copy has ended; then it joins the
-    end of the queue. The blocks after it move up. So the queue must begin with enough clean blocks to last until later
-    look-aheads have stored the blocks that moved up.
+    look-ahead stores a block, the block is leased and leaves the free queue until its copy has ended. Then the block
+    joins the end of the queue, and the blocks behind its old place have moved up. So the queue must begin with enough
+    clean blocks to last until later look-aheads have stored the blocks that moved up.
 
-    While nothing is allocated, lazy stops after storing as many blocks as the host holds. Storing more would only evict
-    blocks just stored. If the queue has more blocks than the host has slots, lazy would never stop, and an engine
-    without requests would have to keep stepping.
+    While the engine allocates no blocks, the planner stops after storing as many blocks as the host has slots. More
+    stores would only evict blocks just stored: with more blocks in the queue than slots on the host, stores would never
+    end, and an engine without requests would have to keep stepping.
     """
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
@@ -106,8 +106,8 @@ class LazyPlanner:
         self._stores = stores
         self._enough = 2 * state.shape.turnover_blocks
         recurrent = [group for group in state.shape.groups if group.kind is AttentionKind.RECURRENT]
-        # Each recurrent group has two blocks that are not in the table: one for the running state and one for a state
-        # to keep.
+        # For each request, a recurrent group allocates two blocks that are not in the request's table: one for the
+        # running state and one for a state to keep.
         self._for_states = 2 * len(recurrent)
         self._clean = 0
         self._stored = 0  # blocks stored since the last allocation
@@ -116,7 +116,7 @@ class LazyPlanner:
         self._reallocated(sum(map(len, record.table or ())) + self._for_states)
 
     def loaded(self, record: RequestRecord) -> None:
-        """Do nothing: the request's blocks were counted when they were allocated."""
+        """Do nothing: `allocated` has counted the request's blocks."""
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
         new = sum([len(blocks) for progress in fact.progress for blocks in progress.new_blocks])
@@ -126,16 +126,13 @@ class LazyPlanner:
             self._look_ahead()
 
     def states(self, offers: Sequence[Offer]) -> None:
-        """Do nothing: the blocks of these states join the free queue, where a look-ahead finds them."""
+        """Do nothing: a look-ahead finds the states after the engine has freed the blocks that hold them."""
 
     def ending(self, record: RequestRecord) -> None:
-        """Offer the request's deepest blocks if one or two steps may evict them.
-
-        These blocks join the end of the free queue, so the offer is only needed while the queue is short.
-        """
+        """Offer the request's deepest blocks if the free queue is so short that one or two steps may evict them."""
         reach = self._enough - self._state.device.free_blocks()
         if reach > 0:
-            # The engine frees the deepest blocks first, so they are also evicted first.
+            # The engine frees the deepest blocks first, so that it also evicts them first.
             self._stores.offer(self._unknown(record)[-reach:], last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
@@ -159,8 +156,8 @@ class LazyPlanner:
             if key is None or (state.epoch and block not in state.computed_since_reset):
                 continue
             if (slot := state.pool.index.get(key)) is not None:
-                # The engine will soon evict the block, so mark the host's copy as used. Otherwise storing the
-                # neighbouring blocks could evict this copy, and storing the block again could evict the neighbours.
+                # Mark the host's copy as used, because the engine will soon evict the block. Otherwise, storing the
+                # neighbouring blocks could evict this copy, and storing this block again could evict the neighbours.
                 room -= state.pool.use((slot,), {})
             elif key not in self._stores.in_flight.keys:
                 offers.append(Offer(key, block))
@@ -191,7 +188,7 @@ StorePlanner = EagerPlanner | LazyPlanner
 def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
     """Return the planner that the policy names.
 
-    If a few steps can allocate the whole device pool, lazy cannot look far enough ahead, so eager is used.
+    If a few steps can allocate the whole device pool, `lazy` cannot look far enough ahead, so `eager` replaces it.
     """
     if state.policy.store_policy == "lazy" and 4 * state.shape.turnover_blocks < state.shape.device_blocks:
         return LazyPlanner(state, stores)
@@ -201,7 +198,7 @@ def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
 def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
     """Return offers of the blocks confirmed since the last call, heads first, and mark them as offered.
 
-    Leave out loaded blocks, which the host has, and recurrent states, which the engine hands off itself.
+    Ignore loaded blocks, which the host has, and recurrent states, which are offered when the engine hands them off.
     """
     shape, offered, confirmed_tokens = state.shape, record.offered, record.confirmed_tokens
     offers: list[Offer] = []
@@ -222,7 +219,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
         if first * size < record.loaded_tokens and first < (loaded := min(record.loaded_tokens // size, end)):
             found = min(record.found_tokens // size, end)
             fields = zip(keys[first:found], blocks[first:found], *owner, repeat(number), count(first))
-            # The blocks before the window of the device's own hit are null blocks, which are not offered.
+            # In a window group, the blocks before the window of the device's own hit are null blocks.
             offers += [_offer(each) for each in fields if each[1] != NULL_BLOCK]
             first = loaded
         offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(number), count(first)))
@@ -232,7 +229,7 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
 
 
 def _handed_off(state: CoreState, record: RequestRecord) -> Iterator[Offer]:
-    """Yield offers of the recurrent states that the engine handed off, unless their blocks were allocated again."""
+    """Yield offers of the recurrent states that the engine handed off and whose blocks it has not allocated again."""
     assert record.table is not None, record
     for group in state.shape.groups:
         if group.kind is AttentionKind.RECURRENT:

@@ -1,4 +1,4 @@
-"""Request records, with everything that the core stores about a request."""
+"""The core's records of requests."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ TupleT = TypeVar("TupleT", bound=NamedTuple)
 def from_fields(kind: type[TupleT]) -> Callable[[tuple[Any, ...]], TupleT]:
     """Return a function that builds a named tuple from a tuple of all its fields.
 
-    In CPython this function takes a third of the time that calling the class takes. A tuple is built for each lookup
-    and each block.
+    In CPython the returned function takes a third of the time of a call to the class. The core builds a tuple for each
+    lookup and each block.
     """
     return partial(tuple.__new__, kind)
 
@@ -35,16 +35,16 @@ def from_fields(kind: type[TupleT]) -> Callable[[tuple[Any, ...]], TupleT]:
 class PendingHit(NamedTuple):
     """The answer to one lookup."""
 
-    device_tokens: int  #: tokens on the device
-    tokens: int  #: tokens on the device or the host
+    device_tokens: int  #: how many tokens the device has
+    tokens: int  #: how many tokens the device and the host have together
     slots: tuple[SlotId, ...]  #: the slots that the lookup found and pinned, heads first
-    # why the first block position after `tokens` missed; None if there is no such position
+    # why the first block position after `tokens` missed; None if every position hit
     cause: MissCause | None
-    missing: BlockKey | None = None  #: the key of the first missed position, if that position has a key
+    missing: BlockKey | None = None  #: the key of the first missed block position, if that position has a key
 
 
 class RequestRecord(Struct, eq=False):
-    """What the core stores about one request. Jobs and offers refer to a record and its incarnation.
+    """The core's data about one request. Jobs and offers refer to a record and its incarnation.
 
     Args:
         request: the request's id.
@@ -57,32 +57,33 @@ class RequestRecord(Struct, eq=False):
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
         hit: the answer to the last lookup, with pinned slots, until an allocation takes it. `PendingHits` writes it.
         loading: the slots of the request's open load, for which other requests may wait. `Requests` writes it.
-        found_tokens, loaded_tokens: where the device's own hit ended, and where the load after it ended.
-        confirmed_tokens: tokens that this incarnation is known to have computed.
+        found_tokens: the length of the device's own hit in tokens.
+        loaded_tokens: the length in tokens of the prefix found on the device and then loaded from the host.
+        confirmed_tokens: how many tokens, from the start of the prompt, are known to have KV in the block table.
         offered: per group, the first position not offered yet. The planners write it.
-        waiting: positions whose offers are not decided yet.
-        held: slots that the request stored or hit, in the order of use; `Retention` keeps them from eviction.
+        waiting: the block positions whose offers wait for a decision.
+        held: slots that the request stored or loaded, in that order; `Retention` keeps them from eviction.
         held_to: the first token of the last block that a store added to `held`.
-        shares: True if `held` does not list every block that the request used, in order: another request stored some of
-            these blocks, or a tail was stored before its head. `Retention` writes it.
-        watched: keys that the request offered although the host already had them. If the host evicts such a key, it is
-            offered again.
-        stored_again: keys that the request offered again after an eviction, each only once.
+        shares: True if `held` lacks some blocks that the request used, because another request stored them, or if
+            `held` lists a tail before its head. `Retention` writes it.
+        watched: keys that the request offered when the host already had them. If the host evicts such a key, the
+            request offers it again.
+        stored_again: keys that the request has offered again after an eviction. No key is offered a third time.
         jobs: the number of open jobs that copy the request's blocks. `Requests` writes it.
-        has_timed_out: True if one of the request's jobs timed out; the job may never end.
+        has_timed_out: True if one of the request's jobs timed out. Such a job may never end.
         load_failed: True after one of the request's loads has failed; from then on its lookups return 0.
         may_store: False if any of the request's blocks was computed before the last reset.
         least_tokens: hits shorter than this are recomputed. The first lookup sets this value; it is 0 until then.
-        boundary: after how many tokens the engine is asked for a recurrent state, because the last lookup could not use
-            a longer prefix without this state; 0 for never. `PendingHits` writes it.
+        boundary: the number of tokens after which the engine should hand off a recurrent state, because the last lookup
+            could not use a longer prefix without this state; 0 for none. `PendingHits` writes it.
         fetched_blocks: how many blocks were fetched from lower tiers for this request.
-        fetched_from: the tier of the last of these fetches; None before the first.
-        asks_tiers: False after one of the request's fetches has failed; then no other fetch is planned.
-        awaits_answer: True while a query of the request's blocks in the remote tier is not answered.
-        awaits_fetch: the fetch that the request's lookups wait for, and how many tokens the prefix will have with the
-            fetched blocks. `LowerTiers` writes it.
-        waits_for: why the last lookup was answered "not yet": the request that loads, the job that fetches, or REMOTE
-            for the remote tier's answer; None after any other answer.
+        fetched_from: the tier of the request's last fetch; None before its first fetch.
+        asks_tiers: False after one of the request's fetches has failed. From then on its lookups plan no fetch.
+        awaits_answer: True while a query for the request's blocks in the remote tier is open.
+        awaits_fetch: the fetch that the request's lookups wait for, and the prefix's length in tokens after this fetch.
+            `LowerTiers` writes it.
+        waits_for: the reason for the last lookup's "not yet": the request whose load or the job whose fetch brings the
+            blocks, or REMOTE for an open query; None if the last lookup returned a number.
     """
 
     request: RequestId
@@ -126,20 +127,20 @@ class RequestRecord(Struct, eq=False):
         return f"<Request {self.request} [{self.state.name}, table {self.incarnation}]>"
 
     def extend_keys(self, new_keys: Sequence[Sequence[BlockKey]]) -> None:
-        """Add the keys of new whole blocks."""
+        """Append the keys of the request's new whole blocks, given per group."""
         for keys, more in zip(self.keys, new_keys, strict=False):
             keys.extend(more)
 
 
 class Requests:
-    """All records: live ones by id, and ended ones whose blocks open jobs still copy.
+    """The records of live requests, and of ended requests whose blocks open jobs still copy.
 
     The only writer of a record's `state`, `jobs` and `loading`.
 
     When several requests need the same prefix from the host, one request loads the prefix, and the other requests wait
-    (R14) until the loading request runs (from then on the device's prefix cache has the blocks), until its load fails,
-    or until the loading request ends. Several requests may load the same slot, because a request that has waited too
-    long starts its own load.
+    (R14). The wait ends when the loading request ends, when its load fails, or when the loading request runs and the
+    device's prefix cache has the blocks. Several requests may load the same slot, because a request whose wait times
+    out starts its own load.
     """
 
     def __init__(self) -> None:
@@ -174,10 +175,10 @@ class Requests:
     def stores(
         self, concerns: dict[RequestRecord, None], tables: Iterable[tuple[RequestRecord | None, int]]
     ) -> None:
-        """Add to `concerns` the requests that still have these block tables. Count the store as a job of each request.
+        """Count a store as a job of each request whose blocks the store copies.
 
         Args:
-            concerns: the requests whose blocks the store copies; changed in place.
+            concerns: the requests already counted; the method adds requests that still have one of the `tables`.
             tables: block tables, each given by a request and an incarnation. The request is None for an offer that no
                 request made.
         """
@@ -196,16 +197,12 @@ class Requests:
             self.finishing.discard(record)
 
     def loader(self, slots: Iterable[SlotId]) -> RequestId | None:
-        """Return the first request that is loading one of these slots, or None. Changes nothing.
-
-        The result is never the request that looks up: only requests with a block table load, and only requests without
-        one look up.
-        """
+        """Return the first request that is loading one of these slots, or None."""
         loading = self.loading.get
         return next((found[0].request for slot in slots if (found := loading(slot))), None)
 
     def load_is_over(self, record: RequestRecord) -> None:
-        """Stop letting other requests wait for this request's load."""
+        """Record that other requests need not wait for this request's load any more."""
         slots, record.loading = record.loading, ()
         for slot in slots:
             loading = self.loading[slot]

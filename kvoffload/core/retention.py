@@ -31,8 +31,8 @@ _FINISHING = RequestState.FINISHING
 class Retention:
     """Holds and releases the slots of requests.
 
-    The only caller of the pool's `hold` and `release`, and the only writer of a record's `held`, `held_to` and
-    `shares`.
+    The only caller of `SlotPool.hold` and `SlotPool.release`, and the only writer of `RequestRecord.held`, `held_to`
+    and `shares`.
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class Retention:
         self._groups = groups
 
     def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
-        """Hold slots for a live request."""
         self._pool.hold(slots)
         record.held += slots
 
@@ -52,10 +51,10 @@ class Retention:
         record.shares = True
 
     def arrived(self, job: Store) -> None:
-        """Hold a store's slots for the requests whose blocks they contain.
+        """Hold a store's slots for the requests whose blocks the slots contain.
 
-        A block may be stored before earlier blocks of its prefix. An ended request with a timed-out job gets no more
-        holds, because the end of that job, which would release them, may never come.
+        An ended request gets no more holds if one of its jobs has timed out, because holds are released when the last
+        job ends, and a timed-out job may never end.
         """
         sizes, held = [group.block_tokens for group in self._groups], list[SlotId]()
         first = end = 0
@@ -74,9 +73,9 @@ class Retention:
         self._pool.hold(held)
 
     def release_if_over(self, record: RequestRecord) -> None:
-        """Release a request's slots if it has no block table and no open job.
+        """Release a request's slots if the request has no block table and no open job.
 
-        If one of the request's jobs has timed out, open jobs are ignored.
+        After one of the request's jobs has timed out, ignore its open jobs.
         """
         is_waiting = record.table is not None or (record.jobs and not record.has_timed_out)
         if (record.held or record.shares or record.found_tokens) and not is_waiting:
@@ -100,22 +99,19 @@ class Retention:
         record.held_to = 0
 
     def used(self, record: RequestRecord, tokens: int) -> None:
-        """Mark the blocks before `tokens` as used.
-
-        They are then evicted after the deeper blocks that were just unpinned.
-        """
+        """Mark the blocks of the first `tokens` tokens as used, so that they are evicted after deeper blocks."""
         self._pool.use(self._slots_deepest_first(record, tokens), {})
 
     def _release_and_use(self, record: RequestRecord) -> None:
-        """Release held slots and mark shared slots as used, deepest first.
+        """Release the request's held slots and mark its other slots as used, deepest first.
 
-        The prefix's head, which other requests may share, is then the most recently used.
+        The head of the prefix, which other requests may share, becomes the most recently used.
         """
         held = Counter(record.held)
         used = self._slots_deepest_first(record, record.confirmed_tokens, held)
         if held:
             reached = set(used)
-            # These slots were invalidated, or are deeper than this incarnation has reached.
+            # `used` lacks held slots that were invalidated or are deeper than this incarnation has reached.
             beyond = [slot for slot in reversed(held) if slot not in reached]
             self._pool.release([slot for slot in beyond for _ in range(held.pop(slot))])
         self._pool.use(used, held)
@@ -125,7 +121,7 @@ class Retention:
     ) -> list[SlotId]:
         """Return the slots of the whole blocks in a request's first `tokens` tokens, the deepest first.
 
-        Recurrent states are included only if their slots are in `held`.
+        A recurrent state is included only if its slot is in `held`.
         """
         if not tokens:
             return []
@@ -138,7 +134,7 @@ class Retention:
     ) -> Sequence[BlockKey]:
         """Return the keys of the whole blocks in a request's first `tokens` tokens, heads first.
 
-        Recurrent states are included only if their slots are in `held`, or if they are the state after `state` tokens.
+        A recurrent state is included only if its slot is in `held`, or if it is the state after `state` tokens.
         """
         if len(record.keys) == 1 and self._groups[0].kind is not AttentionKind.RECURRENT:
             return record.keys[0][: tokens // self._groups[0].block_tokens]

@@ -1,8 +1,8 @@
 """A pool of slots. Each slot has one record, from which the free slots, the index and the eviction order are derived.
 
 A slot's record is its state, key, pins and holds. A pin protects the slot's bytes after a lookup has found them, and
-while a job reads them. A hold only keeps the slot out of the eviction order while a running request that stored or hit
-it may need it, so that a small pool does not churn.
+while a job reads them. A hold keeps the slot out of the eviction order while a running request that stored or loaded
+the block may need it, so that a small pool does not churn.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ _ONLY_PINNED = bytes((_PINNED,))
 
 
 class LruOrder:
-    """The slots that can be evicted right now, least recently used first.
+    """The slots that can be evicted now, least recently used first.
 
-    A slot leaves the order while it is in use and is added again afterwards, so the slots are in the order of their
-    last use. Slots that were used together are added deepest first.
+    A slot leaves the order while it is in use and joins the end afterwards. Slots that were used together join the
+    deepest first.
 
     The order is a ring: two lists hold each slot's next and previous slot. The ring begins and ends at -1, which in a
-    Python list is the index of the last item. With the time of each slot's last use, the order takes 24 bytes per slot,
-    and a change touches a few items. An `OrderedDict` takes 100 to 160 bytes per slot, and is sometimes rebuilt inside
-    a hook.
+    Python list is the index of the last item. Including the time of each slot's last use, the order takes 24 bytes per
+    slot. An `OrderedDict` takes 100 to 160 bytes per slot, and is sometimes rebuilt inside a hook.
     """
 
     __slots__ = ("_after", "_before", "_used_at", "age_s", "count", "now")
@@ -49,7 +48,7 @@ class LruOrder:
         """The number of slots in the order."""
 
     def grow(self, capacity: int) -> None:
-        """Make room for slots numbered below `capacity`, so that `add`, which runs in a hook, allocates no memory."""
+        """Make room for slots with numbers below `capacity`, so that `add`, which hooks call, allocates no memory."""
         for links in (self._after, self._before):
             links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
         self._used_at += [0.0] * (capacity + 1 - len(self._used_at))
@@ -68,7 +67,7 @@ class LruOrder:
         self.count += len(slots)
 
     def remove(self, slots: Sequence[SlotId]) -> None:
-        """Remove slots that are in use, invalidated or quarantined."""
+        """Remove slots. The order must contain all of them."""
         after, before = self._after, self._before
         for slot in slots:
             following, preceding = after[slot], before[slot]
@@ -94,10 +93,10 @@ class LruOrder:
         return taken
 
     def __iter__(self) -> Iterator[SlotId]:
-        """Yield the slots in the order of eviction. Changes nothing."""
+        """Yield the slots in the order of eviction."""
         links = self._after
         slot = links[-1]
-        # The count bounds the loop, because a broken ring, which an audit must report, could be endless.
+        # The count bounds the loop, so that an audit of a broken ring ends.
         for _ in range(self.count):
             yield slot
             slot = links[slot]
@@ -145,7 +144,7 @@ def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
 
 
 class SlotPool:
-    """The slots of one tier. The host's pool starts empty and grows as the ranks' memory gets ready."""
+    """The slots of one tier. The host's pool starts empty and grows while the ranks prepare host memory."""
 
     def __init__(self) -> None:
         self._states = bytearray()
@@ -173,7 +172,6 @@ class SlotPool:
         return self._counts[_EMPTY] + self.order.count
 
     def count(self, state: SlotState) -> int:
-        """Return how many slots are in a state."""
         return self._counts[state]
 
     def state(self, slot: SlotId) -> SlotState:
@@ -188,7 +186,7 @@ class SlotPool:
         return self._keys[slot] if self._states[slot] in _CAN_HIT else None
 
     def pinned(self, slots: Iterable[SlotId]) -> list[SlotId]:
-        """Of these slots, return the pinned ones that can hit."""
+        """Return the PINNED slots among `slots`."""
         states = self._states
         return [slot for slot in slots if states[slot] == _PINNED]
 
@@ -257,14 +255,14 @@ class SlotPool:
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
-        """Let lookups find these slots, which every rank has written. The last slot is the most recently used."""
+        """Let lookups find slots that every rank has written. The last slot becomes the most recently used."""
         self._move_all(slots, SlotEvent.FILL)
         self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # each has a key
         if unheld := self._not_held(slots):
             self.order.add(unheld)
 
     def pin(self, slots: Sequence[SlotId]) -> None:
-        """Protect slots from eviction. All slots must be able to hit. The caller must unpin each slot later.
+        """Protect slots that can hit from eviction. The caller must unpin each slot later.
 
         Raises:
             IllegalTransition: a slot cannot hit; nothing has changed.
@@ -283,7 +281,7 @@ class SlotPool:
             pins.update(once)
 
     def unpin(self, slots: Sequence[SlotId]) -> None:
-        """Remove one pin of each slot. The caller lists the slots in the order in which they should be evicted.
+        """Remove one pin of each slot. The slots are listed heads first, so the last of them is evicted first.
 
         Raises:
             KeyError: a slot is not pinned; nothing has changed.
@@ -299,22 +297,22 @@ class SlotPool:
             self.order.add(unheld)
 
     def hold(self, slots: Sequence[SlotId]) -> None:
-        """Keep slots out of the eviction order while a request needs them."""
+        """Keep slots out of the eviction order until `release` or `use` undoes the hold."""
         if ready := self._ready(tuple(dict.fromkeys(slots))):
             self.order.remove(self._not_held(ready))
         count(self.holds, slots)
 
     def release(self, slots: Sequence[SlotId]) -> None:
-        """Undo one `hold` of each slot. The caller passes a request's slots deepest first."""
+        """Undo one `hold` of each slot. The slots are listed deepest first, so the first of them is evicted first."""
         self.order.add(self._ready(uncount(self.holds, slots)))
 
     def use(self, slots: Sequence[SlotId], held: Mapping[SlotId, int]) -> int:
-        """Mark slots as used in this order, and undo as many holds of each slot as `held` says.
+        """Mark slots as used, the last slot most recently, and undo `held[slot]` holds of each slot.
 
         If a slot is listed twice, the last position counts.
 
         Returns:
-            How many of the slots can now be evicted.
+            How many of the slots can be evicted afterwards.
         """
         holds, states, order = self.holds, self._states, self.order
         moved, last = list[SlotId](), list[SlotId]()
@@ -335,11 +333,11 @@ class SlotPool:
         return len(last)
 
     def invalidate(self, slot: SlotId) -> bool:
-        """Remove a slot from the index; return whether lookups could find it until now.
+        """Remove a slot from the index; return whether lookups could find the slot before.
 
         A READY slot becomes EMPTY. A FILLING or PINNED slot is DRAINING until its last copy and pin have ended.
         """
-        # Remove the key now, because another slot may get the same key while this slot drains.
+        # Remove the key at once, because another slot may get the same key while this slot drains.
         could_hit = self._forget_key(slot)
         if self._states[slot] == SlotState.READY:
             self.order.remove(self._not_held((slot,)))
@@ -350,14 +348,14 @@ class SlotPool:
         return could_hit
 
     def drained(self, slots: Iterable[SlotId]) -> None:
-        """Free each of these slots that is DRAINING. The last copy or pin of each slot must have ended."""
+        """Free the DRAINING slots among `slots`, whose copies and pins must have ended."""
         empty = [slot for slot in slots if self._states[slot] == _DRAINING]
         if empty:
             self._move_all(empty, SlotEvent.DRAIN)
             self._empty(empty)
 
     def quarantine(self, slot: SlotId) -> bool:
-        """Never allocate this slot again; return whether lookups could find it until now."""
+        """Never allocate a slot again; return whether lookups could find the slot before."""
         if self._states[slot] == SlotState.QUARANTINED:
             return False
         could_hit = self._forget_key(slot)
@@ -368,9 +366,9 @@ class SlotPool:
         return could_hit
 
     def forget_all(self) -> Mapping[BlockKey, SlotId]:
-        """Empty the index for a reset, and return its keys and slots. Pinned slots become DRAINING.
+        """Empty the index for a reset; return its former keys and slots. Pinned slots become DRAINING.
 
-        FILLING slots are not in the index; the owners of their jobs invalidate them.
+        FILLING slots stay: they are not in the index, and the owners of the jobs that fill them invalidate them.
         """
         ready = [SlotId(slot) for slot, state in enumerate(self._states) if state == _READY]
         pinned = [SlotId(slot) for slot, state in enumerate(self._states) if state == _PINNED]
@@ -391,7 +389,7 @@ class SlotPool:
         self._counts[after] += 1
 
     def _move_all(self, slots: Sequence[SlotId], event: SlotEvent) -> None:
-        """Move distinct slots by an event that is legal in only one state: all of them, or none."""
+        """Apply an event that is legal in a single state to distinct slots. If one has another state, change none."""
         states, (before, after) = self._states, SLOT.only[event]
         if wrong := bytes(map(states.__getitem__, slots)).translate(None, before):
             raise IllegalTransition("slot", SlotState(wrong[0]), event)
@@ -402,7 +400,6 @@ class SlotPool:
         self._counts[after] += moved
 
     def _ready(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
-        """Of these slots, return the READY ones."""
         states = bytes(map(self._states.__getitem__, slots))
         ready = states.count(_READY)
         if ready == len(slots):
@@ -410,23 +407,22 @@ class SlotPool:
         return [slot for slot, state in zip(slots, states, strict=True) if state == _READY] if ready else ()
 
     def _not_held(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
-        """Return the slots that no running request holds. Of these, READY slots are in the eviction order."""
         holds = self.holds
         if holds.keys().isdisjoint(slots):
             return slots
         return [slot for slot in slots if slot not in holds]
 
     def _evict(self, count: int) -> Sequence[BlockKey]:
-        """Free the slots at the front of the eviction order for `reserve`; return their keys."""
+        """Free the first `count` slots of the eviction order; return the keys of their blocks."""
         slots = self.order.take(count)
         evicted = [key for slot in slots if (key := self._keys[slot]) is not None]
         self._move_all(slots, SlotEvent.EVICT)
         self.index.remove(evicted)
-        self._freed += slots  # `reserve` replaces the keys of these slots
+        self._freed += slots  # `reserve` overwrites the old keys in `_keys`
         return evicted
 
     def _forget_key(self, slot: SlotId) -> bool:
-        """Remove a slot from the index if it can hit; return whether it could hit."""
+        """Remove a slot from the index if it is there; return whether it was there."""
         key = self.indexed_key(slot)
         if key is not None:
             self.index.remove((key,))

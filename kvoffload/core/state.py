@@ -1,4 +1,4 @@
-"""The whole state of one engine's scheduler side. Each part has one writer."""
+"""The state of one engine's scheduler side. Each part of the state has one writer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Policy:
     Args:
         store_policy: "eager" or "lazy".
         min_load_tokens: hits shorter than this are recomputed.
-        prefix_boundaries: ask the engine for a recurrent state if a hit was shorter because the state was missing.
+        prefix_boundaries: ask the engine for a recurrent state when a longer hit lacks only this state.
         disk_min_hits: how often lookups must find a block before it is written to the disk; None without a disk.
-        remote_min_hits: the same for the remote tier; None without a remote tier.
+        remote_min_hits: like `disk_min_hits`, for the remote tier; None without a remote tier.
     """
 
     store_policy: str = "eager"

@@ -32,25 +32,25 @@ _BLOCK: Callable[[Offer], DeviceBlockId] = itemgetter(1)
 
 
 class EvictionWatch:
-    """Remembers which running requests offer a block again if the host evicts it (R8).
+    """Makes running requests offer a block again after the host has evicted it (R8).
 
-    A request does not store a block that the host already has. If the host evicts this block while the request still
-    runs, the request offers it again, once.
+    A request does not store a block that the host already has. If the host evicts the block while the request runs, the
+    request offers the block again, but only once.
 
-    The only writer of a record's `watched` and `stored_again`.
+    The only writer of `RequestRecord.watched` and `stored_again`.
     """
 
     def __init__(self) -> None:
         self.offers: dict[BlockKey, dict[RequestRecord, Offer]] = {}
 
     def add(self, record: RequestRecord, offer: Offer) -> None:
-        """Watch for the eviction of a key that a request offered, unless the request has already offered it again."""
+        """Remember an offer in case the host evicts its key, unless the request has already offered the key again."""
         if offer.key not in record.stored_again:
             self.offers.setdefault(offer.key, {})[record] = offer
             record.watched.add(offer.key)
 
     def evicted(self, keys: Iterable[BlockKey]) -> list[Offer]:
-        """Return the offers to make again after the host has evicted these keys."""
+        """Return the remembered offers of keys that the host has evicted, and forget them."""
         again: list[Offer] = []
         for key in keys:
             for record, offer in self.offers.pop(key, {}).items():
@@ -60,7 +60,7 @@ class EvictionWatch:
         return again
 
     def forget(self, record: RequestRecord) -> None:
-        """Stop watching for a request that has lost its block table."""
+        """Forget the offers of a request that has lost its block table."""
         for key in record.watched:
             offers = self.offers[key]
             del offers[record]
@@ -96,19 +96,19 @@ class Stores:
         return 0 if self._state.stall.is_on else self._lease_limit - self.leased_blocks
 
     def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
-        """Decide on new offers. With `last_chance`, none of these offers can wait, because their request is ending."""
+        """Decide on new offers. With `last_chance`, the request is ending, so that none of its offers can wait."""
         self._state.tally.offered(len(offers))
         self._decide(offers, last_chance=last_chance)
 
     def refuse(self, offers: Sequence[Offer], outcome: StoreOutcome) -> None:
-        """Count blocks that cannot be stored. Each of these blocks counts as an offer with this outcome."""
+        """Count blocks that cannot be stored as offers with this outcome."""
         if offers:
             self._state.tally.offered(len(offers))
         for offer in offers:
             self._settle(offer.key, outcome)
 
     def offer_again(self, offers: Sequence[Offer]) -> None:
-        """In the next step, decide again on the offers that waited for a failed job."""
+        """Defer offers that waited for a failed job to the next step."""
         self.again += offers
 
     def arrived_otherwise(self, offers: Sequence[Offer]) -> None:
@@ -120,12 +120,12 @@ class Stores:
                 self.evictions.add(record, offer)
 
     def next_step(self) -> None:
-        """Decide on the offers in `again`, then on offers that wait for room, until no room is left."""
+        """Decide on the offers in `again`, then on as many offers that wait for room as there is room for."""
         if self.again:
             again, self.again = self.again, []
             self._decide(again, last_chance=False)
         if self.for_room or self.states_for_room:
-            # While host memory grows, offers for which there is no slot keep waiting.
+            # While host memory grows, an offer without a slot keeps waiting instead of being declined.
             room = min(self.room, self._state.pool.room) if self._state.growing else self.room
             self._decide(self._take_for_room(room), last_chance=False)
 
@@ -134,7 +134,7 @@ class Stores:
         if not record.waiting:
             return
         sizes = [group.block_tokens for group in self._state.shape.groups]
-        # A request's blocks are listed heads first.
+        # Heads come first, as in every list of a request's blocks.
         positions = sorted(record.waiting, key=lambda position: position[1] * sizes[position[0]])
         self._stop_waiting(record)
         self._decide([self._offer_of(record, *position) for position in positions], last_chance=True)
@@ -152,7 +152,7 @@ class Stores:
     # -- deciding -----------------------------------------------------------------------------------------------
 
     def _decide(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
-        """Accept, decline or defer each offer. If there are too few slots, earlier offers take precedence."""
+        """Accept, decline or defer each offer. If there are too few slots, earlier offers are accepted."""
         state = self._state
         if state.degraded is not None:
             for offer in offers:
@@ -163,7 +163,7 @@ class Stores:
             offers = self._fresh(offers)
         if not offers:
             return
-        # The engine's own hash of each block is the last check (R7).
+        # Compare each key with the engine's own hash of the block, to detect stale offers (R7).
         held = state.device.keys_of(list(map(_BLOCK, offers)))
         if None in held and not state.epoch:
             offers, held = self._hashed(offers, held)
@@ -177,14 +177,14 @@ class Stores:
             and state.leases.counts.keys().isdisjoint(blocks)
             and len(set(keys)) == len(keys)
         ):
-            self._accept(offers)  # usually all offers are accepted
+            self._accept(offers)  # fast path: usually all offers are accepted
         else:
             self._admit_some(offers, held, last_chance=last_chance)
 
     def _fresh(self, offers: Sequence[Offer]) -> list[Offer]:
         """Return the offers of keys that are neither on the host nor in flight.
 
-        Offers of keys on the host are settled. Offers of keys in flight wait for the outcome of the key's job.
+        Settle the offers of keys on the host, and defer the offers of keys in flight.
         """
         parts, in_flight = self._state.pool.index.parts, self.in_flight
         fresh: list[Offer] = []
@@ -205,7 +205,7 @@ class Stores:
     def _hashed(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
-        """Return the offers of blocks with a hash. Decline offers of other blocks, such as those before a window."""
+        """Decline offers of blocks that the engine did not hash; return the rest, with their blocks' keys."""
         copied, left, unhashed = self._state.leases.counts, list[int](), list[BlockKey]()
         for number, (offer, holds) in enumerate(zip(offers, held, strict=True)):
             if holds is not None or offer.block == NULL_BLOCK or offer.block in copied:
@@ -220,11 +220,7 @@ class Stores:
     def _admit_some(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None], *, last_chance: bool
     ) -> None:
-        """Accept as many offers as possible, but only the first of each key.
-
-        A duplicate of an accepted offer waits for that offer's store. If an offer is declined, the next offer of its
-        key is decided on in the given order, so that heads come before tails.
-        """
+        """Accept offers in order while there is room. A duplicate of an accepted offer waits for that offer's store."""
         state = self._state
         accepted: dict[BlockKey, Offer] = {}
         duplicates: list[Offer] = []
@@ -255,7 +251,7 @@ class Stores:
         return StoreOutcome.STALLED if self._state.stall.is_on else StoreOutcome.LEASE_LIMIT
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | StoreOutcome:
-        """Return the offer with a block that holds the offer's key, or an outcome if no block does (R3, R7, R10)."""
+        """Return the offer with a block that may be stored, or the offer's outcome if there is none (R3, R7, R10)."""
         state, block = self._state, offer.block
         if block == NULL_BLOCK:
             # The table's position was zeroed, but another block on the device may have the key.
@@ -272,13 +268,13 @@ class Stores:
         return offer if block == offer.block else offer._replace(block=block)
 
     def _is_since_reset(self, offer: Offer, block: DeviceBlockId) -> bool:
-        """Return whether a block and all blocks before it were computed after the last reset (R10)."""
+        """Return whether a block and its request's earlier blocks were computed after the last reset (R10)."""
         record = offer.record
         is_tainted = record is not None and record.is_live and not record.may_store
         return block in self._state.computed_since_reset and not is_tainted
 
     def _decline(self, offer: Offer, outcome: StoreOutcome, *, last_chance: bool) -> None:
-        """Let an offer wait, or give it this outcome if it cannot wait."""
+        """Let an offer wait if the outcome allows that, or settle the offer."""
         record = owner(offer) if outcome in _WAITS and not last_chance else None
         if record is None:
             self._settle(offer.key, outcome)
@@ -293,10 +289,7 @@ class Stores:
             self._state.misses.note((offer.key,), MISS_CAUSES[outcome])
 
     def _accept(self, offers: Sequence[Offer]) -> None:
-        """Reserve slots for offers, lease their blocks, and add both to the step's job.
-
-        There must be room for all offers.
-        """
+        """Add offers to the step's job: reserve slots and lease the blocks. There must be room for all offers."""
         state = self._state
         job = self.batch
         if job is None:
@@ -317,17 +310,14 @@ class Stores:
     # -- endings ------------------------------------------------------------------------------------------------
 
     def reported(self, job: Store, rank: Rank, report: JobReport) -> None:
-        """Fail the store as soon as one rank has failed.
-
-        The store's memory is released after the last rank's report (R4).
-        """
+        """Fail a store as soon as one rank has failed. Its memory is released after the last rank's report (R4)."""
         if report.outcome is not CopyOutcome.DONE and not job.settled:
             self.failed(job, Failure.FAILED)
 
     def failed(self, job: Store, why: Failure) -> None:
-        """Invalidate the slots at once, and offer waiting duplicates again.
+        """Invalidate a failed store's slots, and offer waiting duplicates again.
 
-        After a timeout the slots are never allocated again (R16).
+        After a timeout, quarantine the slots (R16).
         """
         pool = self._state.pool
         if not job.settled:
@@ -358,7 +348,7 @@ class Stores:
             state.retention.release_if_over(record)
 
     def stop(self, outcome: StoreOutcome) -> None:
-        """Settle all waiting offers. The caller has already dropped the open stores."""
+        """Settle all waiting offers. Call this method after dropping the open stores."""
         for record in tuple(self._state.requests.live.values()):
             self.settle_waiting(record, outcome)
         again, self.again = self.again, []
@@ -366,7 +356,7 @@ class Stores:
             self._settle(offer.key, outcome)
 
     def _arrived(self, job: Store) -> None:
-        """Let lookups find the blocks after every rank has copied them. The deepest blocks will be evicted first."""
+        """Let lookups find a store's blocks, which every rank has copied. The deepest blocks are evicted first."""
         state = self._state
         job.settled = True
         state.retention.arrived(job)
@@ -393,15 +383,15 @@ class Stores:
             self._state.misses.note((key,), cause)
 
     def _already_cached(self, offers: Sequence[Offer]) -> None:
-        """Settle offers of blocks that the host has. Watch for the blocks' eviction (R8), and record their use.
+        """Settle offers of blocks that the host has, and watch for the eviction of these blocks (R8).
 
-        A request's blocks are offered a few at a time. If each block were marked as used when it is offered, the head
-        would be the least recently used (R15). So all blocks are marked together, when the request releases its slots.
+        The blocks are not marked as used yet: a request offers its blocks a few at a time, so its head would become the
+        least recently used (R15). All of its blocks are marked together when the request releases its slots.
         """
         state = self._state
         state.tally.count_stores(_ALREADY_CACHED, len(offers))
         ownerless: list[SlotId] = []
-        for offer in reversed(offers):  # The loop goes backwards, so that the head is evicted last.
+        for offer in reversed(offers):  # The head comes last, so that it is evicted last.
             if (record := owner(offer)) is None:
                 ownerless.append(state.pool.index[offer.key])
             else:
@@ -411,10 +401,10 @@ class Stores:
             state.pool.use(ownerless, {})
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
-        """Count blocks that were evicted for space. Each running request may offer its evicted blocks once more."""
+        """Count blocks evicted for space, and have running requests offer the watched ones again."""
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
-        # How many of the evicted blocks were still waiting to be spilled.
+        # `lost` counts evicted blocks that were still waiting to be spilled.
         lost = max([tier.evicted(keys) for tier in state.tiers], default=0)
         age_s = state.pool.order.age_s
         state.tally.evicted(EvictionCause.SPILL_BEHIND, lost, age_s)
@@ -426,10 +416,7 @@ class Stores:
     # -- waiting ------------------------------------------------------------------------------------------------
 
     def _take_for_room(self, room: int) -> list[Offer]:
-        """Return up to `room` offers that waited for room, states first.
-
-        Each offer has the block that its request's table names now.
-        """
+        """Remove and return up to `room` offers that waited for room, recurrent states first."""
         taken: list[Offer] = []
         for queue in (self.states_for_room, self.for_room):
             while queue and len(taken) < room:
@@ -449,10 +436,7 @@ class Stores:
 
     @staticmethod
     def _offer_of(record: RequestRecord, group: GroupId, position: int) -> Offer:
-        """Return an offer of the block that is now at this position of the table.
-
-        This is the null block if the position was zeroed.
-        """
+        """Return an offer of the block at a position of the request's table; of the null block after zeroing."""
         assert record.table is not None, record
         blocks = record.table[group]
         block = blocks[position] if position < len(blocks) else NULL_BLOCK
@@ -461,8 +445,8 @@ class Stores:
 
 _FOR_ROOM = (
     StoreOutcome.LEASE_LIMIT,
-    StoreOutcome.NOT_READY,  # the host has no room yet, but more memory is coming
-    StoreOutcome.STALLED,  # too many copies timed out, so no new copy starts
+    StoreOutcome.NOT_READY,  # the host has no free slot yet, but its memory is growing
+    StoreOutcome.STALLED,  # no new copy starts, because too many copies timed out
 )
 """Reasons why an offer waits for room. Each step decides on such offers in order, until no room is left."""
 

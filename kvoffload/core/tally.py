@@ -19,15 +19,15 @@ from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import Tier
 
 _PARTS = 64
-_LEAST_PART = 64  # The memory of keys is only split if each part can store this many keys.
+_LEAST_PART = 64  # `MissMemory` is split into parts only if each part can store this many keys.
 
 
 class Tally:
     """Collects events and sums of block counts until the runtime takes them.
 
     Args:
-        planned: the jobs of the next plan. While there are such jobs, sums are not returned, because these jobs' events
-            must come before the sums.
+        planned: the jobs of the next plan. Sums are held back while there are any, because the events of these jobs
+            must come first.
     """
 
     def __init__(self, planned: Sized) -> None:
@@ -43,46 +43,43 @@ class Tally:
         """Whether anything was counted since the last `take`."""
 
     def offered(self, blocks: int) -> None:
-        """Count blocks that were offered to the host."""
         self._offered += blocks
         self.open_offers += blocks
         self.has_sums = True
 
     def count_stores(self, outcome: StoreOutcome, blocks: int = 1) -> None:
-        """Count offers that got their final outcome."""
+        """Count offers whose final outcome is known."""
         self._outcomes[outcome] = self._outcomes.get(outcome, 0) + blocks
         self.open_offers -= blocks
         self.has_sums = True
 
     def evicted(self, cause: EvictionCause, blocks: int, age_s: float = 0.0) -> None:
-        """Count blocks that left the host; `age_s` is the time since the latest use of any of these blocks."""
+        """Count blocks that left the host; `age_s` is the number of seconds since the most recent of their uses."""
         if blocks:
             before, youngest_s = self._evicted.get(cause, (0, age_s))
             self._evicted[cause] = before + blocks, min(youngest_s, age_s)
             self.has_sums = True
 
     def evicted_below(self, tier: Tier, cause: EvictionCause, blocks: int) -> None:
-        """Report blocks that left the disk.
-
-        Nothing is reported for the remote tier, where only hints were lost: the tier still has the blocks.
-        """
+        """Report blocks that left the disk. For the remote tier nothing is reported: only hints about it were lost."""
         if blocks and tier is Tier.DISK:
             self.events.append(DiskBlocksEvicted(blocks, cause))
 
     def rejected(self, cause: RejectionCause, request: RequestId | None = None) -> None:
-        """Report a fact that was ignored because it cannot be true."""
+        """Report a fact that contradicts earlier facts."""
         self.events.append(FactRejected(cause, request))
 
     def zeroed(self, blocks: int) -> None:
-        """Count positions that were zeroed in requests' block tables."""
+        """Count zeroed entries of block tables."""
         if blocks:
             self._zeroed += blocks
             self.has_sums = True
 
     def take(self, *, everything: bool = False) -> list[Event]:
-        """Return the events since the last call.
+        """Return the events since the last call, and the sums, which are held back while `planned` has jobs.
 
-        Sums are left out while jobs are being planned, unless `everything` is set.
+        Args:
+            everything: return the sums in any case.
         """
         events, self.events = self.events, []
         self.has_sums = False
@@ -104,9 +101,9 @@ class Tally:
 
 
 class MissMemory:
-    """Remembers why keys are not on the host.
+    """Records why keys are not on the host.
 
-    The memory has up to `bound` keys that left the host or never reached it, and all keys that the last reset dropped.
+    Up to `bound` keys are recorded that left the host or never reached it, and all keys that the last reset dropped.
 
     The first byte of a key selects one of several dicts. A single `OrderedDict` with many insertions and deletions
     would be rebuilt now and then, which takes 10 ms for 65,536 keys.
@@ -119,7 +116,7 @@ class MissMemory:
         self._before_reset: Mapping[BlockKey, object] = {}
 
     def note(self, keys: Iterable[BlockKey], cause: MissCause) -> None:
-        """Remember why these keys are not on the host."""
+        """Record why keys are not on the host."""
         causes, parts, bound = self._causes, self._parts, self._bound
         for key in keys:
             part = causes.get(key[0] % parts)
@@ -131,19 +128,19 @@ class MissMemory:
                 part.popitem(last=False)
 
     def arrived(self, keys: Iterable[BlockKey]) -> None:
-        """Remove keys that are now on the host."""
+        """Forget the causes of keys that are now on the host."""
         causes, parts = self._causes, self._parts
         for key in keys if causes else ():
             if (part := causes.get(key[0] % parts)) is not None:
                 part.pop(key, None)
 
     def reset(self, dropped: Mapping[BlockKey, object]) -> None:
-        """Drop all causes after a reset. From now on, the keys that the reset dropped miss with AFTER_RESET."""
+        """Forget all causes. The cause of the keys that the reset dropped becomes AFTER_RESET."""
         self._causes.clear()
         self._before_reset = dropped
 
     def cause(self, key: BlockKey) -> MissCause:
-        """Return why a key that is not on the host misses. Changes nothing."""
+        """Return why a key is not on the host."""
         part = self._causes.get(key[0] % self._parts)
         if part is not None and (known := part.get(key)) is not None:
             return known

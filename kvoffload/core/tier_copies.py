@@ -6,31 +6,32 @@ Fetches copy blocks from lower tiers to the host, where the next lookup finds th
                             └─ the last request that waits for it leaves: dropped
 
 When a request arrives, a fetch is planned for the blocks of its prefix that neither the device nor the host has. If the
-request's lookup finds that more blocks must be fetched, it plans another fetch. A key that several requests need is
-fetched once (R14). Until a block has arrived, lookups that need it answer "not yet"; after that it is on the host like
-any other block.
+request's lookup finds that more blocks must be fetched, the lookup plans another fetch. A key that several requests
+need is fetched once (R14). Lookups that need a block in flight answer "not yet"; once fetched, the block is on the host
+like any other.
 
-Open fetches fill at most a quarter of the host, and so do all fetches for one request together. A longer prefix is
-fetched from its head, and the rest is computed. If a fetch fails, no other fetch is planned for the requests that
-waited for it.
+All open fetches together fill at most a quarter of the host, and so do all fetches for one request. Of a longer prefix
+only the head is fetched, and the rest is computed. After a failed fetch, no other fetch is planned for the requests
+that waited for it.
 
 After a restart, a *warm start* fetches the most recently used blocks from the disk before requests ask for them. A warm
-start fills only free slots, at most a quarter of the host, a few at a time, and only while nothing else is loaded or
-fetched. Of these blocks, the least recently used are fetched first, so that both pools keep the order of use. The warm
-start leaves out the prefix of an arriving request, which fetches the prefix itself: if the warm start fetched a deeper
-block after the prefix's head, the block would be evicted after the head (R15).
+start fills only free slots, at most a quarter of the host, a few at a time, and only while no other load or fetch is
+open. It fetches the least recently used of its blocks first, so that both pools keep the order of use. The prefix of an
+arriving request is removed from the warm start, because the request fetches this prefix: if the warm start fetched a
+deeper block after the prefix's head, the block would be evicted after the head (R15).
 
-Spills write blocks to a lower tier once they have been found again. Spills are planned after all other copies.
+Spills write blocks to a lower tier after lookups have found these blocks again. Spills are planned after all other
+copies.
 
     reuse ─▶ candidates ─▶ step ─▶ submit ─▶ reported ─▶ _arrived │ failed
                 └─ the host has evicted it: skipped (`spill_behind`)
 
 Candidates wait in the order in which the host evicts: least recently used first, and within a prefix the deepest first.
-If spills keep up, a block is written before the host evicts it, and the tier also evicts a prefix's head last. A host
-slot stays pinned until every rank's copy has ended, even after a reset: if the slot were reused, a rank that still
-reads it would write the new block's bytes under the old key. A disk slot is removed from the disk's index before it is
-overwritten, and is added again after every rank has written it. If a crash loses the removal, the checksums in the
-index do not match the slot's bytes.
+If spills keep up, a block is written before the host evicts it, and the tier also evicts a prefix's head last. A spill
+pins its host slots until every rank's copy has ended, even after a reset: if a slot were reused while a rank still
+reads it, the rank would write the new block's bytes under the old key. A disk slot is removed from the disk's index
+before its bytes are overwritten, and is added again after every rank has written it. If a crash loses the removal, the
+checksums in the index do not match the slot's bytes.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ _MOST_WARM = 2**16
 
 
 class _Copies(ABC, Generic[JobT]):
-    """The common base of fetches and spills.
+    """The common base of the owners of fetches and spills.
 
-    A job reserves slots of one pool and pins slots of the other pool. The job's keys are in flight until its outcome is
-    known.
+    A job reserves the slots that it writes and pins the slots that it reads. Its keys are in flight until the job's
+    outcome is known.
 
     Args:
         state: the core's state.
@@ -105,7 +106,7 @@ class _Copies(ABC, Generic[JobT]):
         self._in_flight.began(job.keys, job)
 
     def reported(self, job: JobT, rank: Rank, report: JobReport) -> None:
-        """Record the end of a rank's copy. The first failed rank fails the job (R4)."""
+        """Record the end of a rank's copy. The first rank that fails makes the job fail (R4)."""
         job.copy_s = max(job.copy_s, report.copy_s)
         if report.stuck or report.missing:
             job.stuck.update(report.stuck)
@@ -115,7 +116,7 @@ class _Copies(ABC, Generic[JobT]):
             self.failed(job, Failure.CORRUPT if is_corrupt else Failure.FAILED)
 
     def failed(self, job: JobT, why: Failure) -> None:
-        """Settle a failed job. After a timeout, the slots that it writes are never allocated again (R16)."""
+        """Settle a failed job. After a timeout, quarantine the slots that the job writes (R16)."""
         if not job.settled:
             job.settled = True
             self._lose(job, range(len(job.keys)), why.of_tier)
@@ -126,7 +127,7 @@ class _Copies(ABC, Generic[JobT]):
     def ended(self, job: JobT) -> None:
         """Release a job's slots after every rank has ended its copy.
 
-        Slots that a hanging call may still write are never allocated again (R16).
+        Slots that a hanging call may still write are quarantined (R16).
         """
         if not job.settled:
             job.settled = True
@@ -136,13 +137,13 @@ class _Copies(ABC, Generic[JobT]):
         self._written.drained(job.written)
 
     def _settle(self, job: JobT, keys: Sequence[BlockKey], outcome: TierOutcome) -> list[Offer]:
-        """Report the outcome of some of a job's blocks; return the offers that waited for them."""
+        """Report the outcome of some of a job's blocks; return the offers that waited for this outcome."""
         event = TierCopyEnded(job.id, job.direction, len(keys), outcome, job.copy_s, job.tier)
         self._state.tally.events.append(event)
         return self._in_flight.ended(keys)
 
     def _lose(self, job: JobT, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
-        """Invalidate some of a job's blocks and report this outcome; return the offers that waited for them."""
+        """Like `_settle`, but also invalidate the blocks, given by their positions in the job."""
         waited = self._settle(job, [job.keys[position] for position in positions], outcome)
         for position in positions:
             self._written.invalidate(job.written[position])
@@ -154,17 +155,17 @@ class _Copies(ABC, Generic[JobT]):
 
 
 class Fetches(_Copies[Fetch]):
-    """Owns the fetches from one tier, and plans its warm start.
+    """Plans and owns the fetches from one tier, including a warm start.
 
     Attributes:
-        warm: keys that the warm start has not fetched yet, the most recently used last.
+        warm: the keys that the warm start has still to fetch, the most recently used last.
     """
 
     def __init__(self, state: CoreState, tier: LowerTier, stores: Stores) -> None:
         super().__init__(state, tier, tier.pool, state.pool, stores.in_flight)
         self._stores = stores
         self.warm: deque[BlockKey] = deque(maxlen=_MOST_WARM)
-        self._left: set[BlockKey] = set()  # keys that the warm start leaves out, because requests fetch them
+        self._left: set[BlockKey] = set()  # keys that the warm start skips, because requests fetch them
 
     def plan(
         self,
@@ -173,7 +174,7 @@ class Fetches(_Copies[Fetch]):
         record: RequestRecord | None = None,
         tokens: int = 0,
     ) -> Fetch:
-        """Plan a fetch of blocks for which the host has room; return the job.
+        """Plan a fetch and return the job. The host must have room for the blocks.
 
         Args:
             keys: the keys of the blocks, heads first.
@@ -194,16 +195,16 @@ class Fetches(_Copies[Fetch]):
 
     @property
     def is_due(self) -> bool:
-        """Return whether the engine must keep stepping for a warm start."""
+        """Return whether an open warm start needs more steps of the engine."""
         state = self._state
         return bool(self.warm) and self._tier.is_usable and state.degraded is None and not state.stall.is_on
 
     def restored(self, keys: Iterable[BlockKey]) -> None:
-        """Add to the warm start the blocks that an earlier process wrote to the disk, in order of use."""
+        """Add keys from the disk's index to the warm start, the least recently used first."""
         self.warm.extend(keys)
 
     def leave_to(self, record: RequestRecord) -> None:
-        """Remove an arriving request's prefix from the warm start, because the request fetches the prefix itself."""
+        """Remove an arriving request's prefix from the warm start. The request fetches the prefix itself."""
         self._left.update(*record.keys)
 
     def stop(self) -> None:
@@ -212,7 +213,7 @@ class Fetches(_Copies[Fetch]):
         self._left.clear()
 
     def warm_up(self) -> None:
-        """Plan the warm start's next fetch if one may start now."""
+        """Plan the warm start's next fetch, unless a load or a fetch is open."""
         state, tier = self._state, self._tier
         if not self.is_due or state.growing or tier.fetching or state.jobs.is_loading:
             return
@@ -234,10 +235,7 @@ class Fetches(_Copies[Fetch]):
     # -- endings ------------------------------------------------------------------------------------------------
 
     def reported(self, job: Fetch, rank: Rank, report: JobReport) -> None:
-        """Record the end of a rank's copy.
-
-        If one rank cannot read a block, no rank uses it (R4). The block is then removed from the tier's index.
-        """
+        """Record the end of a rank's copy. A block that the rank could not read is lost for all ranks (R4)."""
         if report.corrupt or report.missing:
             job.corrupt.update(report.corrupt)
             self._invalidate(job, report.corrupt, MissCause.CORRUPT)
@@ -250,7 +248,7 @@ class Fetches(_Copies[Fetch]):
         super().failed(job, why)
 
     def _arrived(self, job: Fetch) -> None:
-        """Let lookups find the blocks on the host, except those that a rank could not read (R4)."""
+        """Let lookups find the fetched blocks on the host, except blocks that a rank could not read (R4)."""
         lost = job.corrupt | job.missing
         self._read.unpin(job.read)
         keys, slots, tier_slots = job.keys, job.slots, job.tier_slots
@@ -267,14 +265,11 @@ class Fetches(_Copies[Fetch]):
         for record in job.wanted:
             record.fetched_blocks += len(keys)
             record.fetched_from = job.tier
-        if job.wanted:  # A fetch of the warm start does not count as a use of its blocks.
+        if job.wanted:  # A warm start's fetch does not count as a use of the blocks.
             self._tier.read(tier_slots[::-1])
 
     def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
-        """Invalidate these blocks.
-
-        Requests that wait for these blocks get no other fetch, unless this fetch was cancelled.
-        """
+        """Invalidate blocks of a fetch, and plan no other fetch for its requests unless the fetch was cancelled."""
         waited = super()._lose(job, positions, outcome)
         self._stores.offer_again(waited)
         if outcome is not TierOutcome.CANCELLED:
@@ -283,12 +278,12 @@ class Fetches(_Copies[Fetch]):
         return waited
 
     def _invalidate(self, job: Fetch, positions: Sequence[int], cause: MissCause | None = None) -> None:
-        """Remove from the tier's index the blocks that the tier lacks or whose checksums do not match."""
+        """Remove from the tier's index blocks that the tier lacks or whose bytes are corrupt."""
         state, tier, removed = self._state, self._tier, 0
         for position in positions:
             tier_slot, key = job.tier_slots[position], job.keys[position]
             if tier.pool.indexed_key(tier_slot) != key:
-                continue  # Another rank's report or a reset has already removed this block.
+                continue  # Another rank's report or a reset has already removed the block.
             tier.invalidate(tier_slot)
             removed += tier.pool.invalidate(tier_slot)
             if cause is not None:
@@ -304,7 +299,7 @@ class Spills(_Copies[Spill]):
 
     @property
     def is_due(self) -> bool:
-        """Return whether the engine must keep stepping for spills."""
+        """Return whether blocks wait to be spilled and the tier can take them."""
         tier = self._tier
         return bool(tier.candidates and tier.is_usable and tier.pool.room) and self._state.degraded is None
 
@@ -330,7 +325,7 @@ class Spills(_Copies[Spill]):
         return bool(self._state.jobs.is_loading or self._tier.fetching)
 
     def plan(self, keys: list[BlockKey], slots: list[SlotId]) -> None:
-        """Plan a spill of these blocks, heads first. The tier has room for them."""
+        """Plan a spill. Keys and host slots are listed heads first, and the tier must have room for all blocks."""
         tier = self._tier
         tier_slots, evicted = self._written.reserve(keys)
         if evicted:
@@ -345,14 +340,14 @@ class Spills(_Copies[Spill]):
         self._read.unpin(job.read)
 
     def reported(self, job: Spill, rank: Rank, report: JobReport) -> None:
-        """Record the end of a rank's copy. Host slots whose bytes are corrupt are quarantined."""
+        """Record the end of a rank's copy. Quarantine host slots whose bytes the rank found corrupt."""
         job.sums[rank] = report.sums
         if report.outcome is CopyOutcome.CORRUPT:
             self._quarantine(job, report.corrupt)
         super().reported(job, rank, report)
 
     def _arrived(self, job: Spill) -> None:
-        """Let lookups find the blocks on the tier. The next process can find those on the disk, too."""
+        """Let lookups find the spilled blocks on the tier, and record blocks on the disk for the next process."""
         tier = self._tier
         tier.spill_ended(job, self._state.jobs.last, is_load_open=self._is_load_open)
         self._settle(job, job.keys, TierOutcome.DONE)
@@ -366,10 +361,7 @@ class Spills(_Copies[Spill]):
         tier.put(job)
 
     def _quarantine(self, job: Spill, positions: tuple[int, ...]) -> None:
-        """Quarantine host slots whose bytes were corrupt when a spill read them.
-
-        Ignore slots that no longer contain the spilled block.
-        """
+        """Quarantine the host slots at these positions of a spill, except slots that contain another block by now."""
         pool = self._state.pool
         bad = [(job.slots[position], job.keys[position]) for position in positions]
         corrupt = [(slot, key) for slot, key in bad if pool.indexed_key(slot) == key]
@@ -383,24 +375,23 @@ class Spills(_Copies[Spill]):
 class _Found(NamedTuple):
     """The blocks that lower tiers add to a prefix."""
 
-    blocks: Sequence[Block]  #: the blocks that only lower tiers have, heads first
-    tokens: int  #: the length of the prefix in tokens, with `blocks`
-    gain: int  #: how many tokens `blocks` add
-    host_slots: Sequence[SlotId]  #: the host's slots that belong to the prefix
+    blocks: Sequence[Block]  #: the prefix's blocks that only lower tiers have, heads first
+    tokens: int  #: the length of the prefix in tokens, including `blocks`
+    gain: int  #: how many tokens `blocks` add to the prefix
+    host_slots: Sequence[SlotId]  #: the slots of the prefix's blocks that the host has
 
 
 _NOTHING = _Found((), 0, 0, ())
 
 
 class LowerTiers:
-    """Decides which blocks are copied between the host and lower tiers, and when. Handles facts about these tiers.
+    """Decides which blocks are copied between the host and lower tiers, and when. Handles facts about lower tiers.
 
     The only writer of `RequestRecord.awaits_fetch`.
 
     Attributes:
-        spills, fetches: the owners of each tier's jobs.
-        queues: the blocks that `step` plans copies of. The core calls `step` in each step in which a queue is not
-            empty.
+        spills, fetches: for each tier, the owner of its spills or fetches.
+        queues: the candidates for spills and the keys of warm starts. The core calls `step` when a queue is not empty.
     """
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
@@ -408,21 +399,18 @@ class LowerTiers:
         self._in_flight = stores.in_flight
         self.spills: dict[LowerTier, Spills] = {tier: Spills(state, tier) for tier in state.tiers}
         self.fetches: dict[LowerTier, Fetches] = {tier: Fetches(state, tier, stores) for tier in state.tiers}
-        # Hooks often iterate over the fetches, which is faster with a list.
+        # A list, because hooks iterate over the owners of fetches, and iterating over a dict takes longer.
         self._fetches = list(self.fetches.values())
         self._spills = list(self.spills.values())
         self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
         self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
         self._spilled_at = 0  # the last step in which a spill was planned
-        self._enough = 1  # the queue length at which `step` does not wait for more blocks
+        self._enough = 1  # the queue length from which on `step` plans copies at once
 
     # -- for requests -------------------------------------------------------------------------------------------
 
     def request_seen(self, record: RequestRecord) -> None:
-        """Fetch an arriving request's blocks from lower tiers.
-
-        Query the remote tier for blocks that no other tier has.
-        """
+        """Fetch an arriving request's blocks from lower tiers, and query the remote tier for blocks found nowhere."""
         for fetches in self._fetches:
             if fetches.warm:
                 fetches.leave_to(record)
@@ -439,7 +427,7 @@ class LowerTiers:
             remote.ask(record.request, keys)
 
     def _seen(self, record: RequestRecord) -> None:
-        """Of an arriving request's prefix, fetch the blocks that only lower tiers have."""
+        """Fetch the blocks of an arriving request's prefix that only lower tiers have."""
         state, tiers = self._state, self._usable()
         if not (tiers and record.persists and record.reads_cache):
             return
@@ -457,7 +445,7 @@ class LowerTiers:
             self._fetch(record, found, on_host.slots)
 
     def look(self, record: RequestRecord, hit: PendingHit) -> bool:
-        """Fetch the blocks that lower tiers add to a hit; return whether an open fetch brings any of them."""
+        """Fetch the blocks that lower tiers add to a hit; return whether the request should wait for a fetch."""
         state, tiers, missing = self._state, self._usable(), hit.missing
         if not tiers or missing is None:
             return False
@@ -470,7 +458,7 @@ class LowerTiers:
         if record.asks_tiers:
             self._fetch(record, found, hit.slots)
         on_way = self._in_flight.keys
-        # This is a dict, because a set would not keep the order. Lookups wait for the last of these jobs.
+        # A dict instead of a set keeps the order. Lookups wait for the last job.
         jobs = dict.fromkeys([on_way[key] for key, *_ in found.blocks if key in on_way])
         fetches = [job for job in jobs if isinstance(job, Fetch)]
         for job in fetches:
@@ -479,9 +467,9 @@ class LowerTiers:
         return bool(fetches)
 
     def is_awaited(self, record: RequestRecord, device_tokens: int) -> bool:
-        """Return whether a request still waits for a useful fetch. If so, its lookup need not search again.
+        """Return whether a request still waits for a fetch that adds tokens to the device's hit.
 
-        If the fetch is no longer useful, the request stops waiting for it.
+        If not, the request stops waiting.
         """
         if record.awaits_fetch is not None:
             job = self._state.jobs.open.get(record.awaits_fetch[0])
@@ -491,7 +479,7 @@ class LowerTiers:
         return record.awaits_fetch is not None
 
     def leaves(self, record: RequestRecord) -> None:
-        """Cancel the fetches that only this request waits for, because the request ends before its allocation."""
+        """Cancel fetches that only this request waits for. Called when the request ends before its allocation."""
         jobs = self._state.jobs
         for job in [job for job in jobs.open.values() if isinstance(job, Fetch) and record in job.wanted]:
             del job.wanted[record]
@@ -500,10 +488,7 @@ class LowerTiers:
             jobs.cancel(job)
 
     def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
-        """Return why a block is missing on the host.
-
-        `cause` is the reason found without considering the lower tiers.
-        """
+        """Return why a block is missing on the host. `cause` is the answer if lower tiers do not explain the miss."""
         for tier in self._state.tiers:
             if missing is not None and missing in tier.pool.index.parts[missing[0]]:
                 if self._state.shape.count_states((missing,)):
@@ -516,16 +501,16 @@ class LowerTiers:
         return cause
 
     def _usable(self) -> list[LowerTier]:
-        """Return the tiers from which blocks could be fetched now."""
+        """Return the tiers from which a fetch may start now."""
         if self._state.degraded is not None or self._state.stall.is_on:
             return []
         return [tier for tier in self._state.tiers if tier.is_usable and tier.has_blocks]
 
     def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
-        """Return the first key of a prefix that the host lacks, or None if the host has all keys.
+        """Return the first of a prefix's keys that the host lacks, or None if the host has all keys.
 
-        The search is binary, because the host evicts a prefix's head last. If an earlier block is missing, the
-        request's lookup notices, and plans a fetch of this block.
+        The search is binary, because the host evicts a prefix's head last. It can miss a gap before the returned key;
+        the request's lookup then plans the fetch.
         """
         parts = self._state.pool.index.parts
         first = bisect_left(keys, True, key=lambda key: key not in parts[key[0]])
@@ -534,19 +519,16 @@ class LowerTiers:
     def _search(self, record: RequestRecord, index: LayeredIndex, device_tokens: int, tokens: int) -> _Found:
         """Return the blocks that lower tiers can add to a prefix, up to the limit for one request.
 
-        If there are more blocks, the prefix is cut to a shorter usable length.
-
         Args:
             record: the request.
-            index: finds all blocks that need not be computed.
-            device_tokens: the search begins after these tokens.
+            index: finds the blocks that any tier has.
+            device_tokens: the tokens after which the search begins.
             tokens: the length of the prefix that needs no fetch.
         """
         state = self._state
         limit, alignment = record.prompt_tokens - 1, state.shape.alignment
         room = most_fetched(state) - record.fetched_blocks
-        # With one full-attention group, no block before `tokens` is missing. With windows, some of these blocks may be
-        # missing.
+        # With one full-attention group, no block before `tokens` is missing. With windows, blocks may be missing there.
         start = tokens if state.shape.is_one_full_group else device_tokens
         least = max(record.least_tokens, state.policy.min_load_tokens)
         while True:
@@ -562,10 +544,10 @@ class LowerTiers:
             limit = reached - max(surplus - surplus % alignment, alignment)
 
     def _fetch(self, record: RequestRecord, found: _Found, head: Sequence[SlotId]) -> None:
-        """Plan fetches of these blocks while the host has room. Leave out blocks that are already in flight.
+        """Plan fetches of the `found` blocks that are not in flight, as far as the host has room.
 
-        No block of the same prefix is evicted to make room. The request's lookups wait for these fetches, unless the
-        device has at least as many tokens by then.
+        The prefix's blocks on the host, including those in the `head` slots, are not evicted to make room. The
+        request's lookups then wait for the fetches.
         """
         state = self._state
         on_way = self._in_flight.keys
@@ -589,14 +571,14 @@ class LowerTiers:
 
     @property
     def is_due(self) -> bool:
-        """Return whether the engine must keep stepping so that more copies can be planned."""
+        """Return whether a warm start or spills need more steps of the engine."""
         return any(each.is_due for each in self._owners)
 
     def step(self) -> None:
         """Plan copies that no request waits for: the warm start, then spills.
 
-        While the engine has requests, blocks in the queues wait until a queue has enough of them, or until `MOST_STEPS`
-        steps after the last spill was planned.
+        While the engine has requests, plan copies only if a queue is long enough, or if the last spill was planned
+        `MOST_STEPS` steps ago.
         """
         state = self._state
         is_early = state.steps - self._spilled_at < MOST_STEPS
@@ -640,7 +622,7 @@ class LowerTiers:
         remote.open(fact.namespace)
 
     def remote_lost(self, _: facts.RemoteLost) -> None:
-        """Close the remote tier, because it does not answer. The tier can open again."""
+        """Close the remote tier while it does not answer. The tier can open again."""
         if self._state.remote is not None:
             self._state.remote.close()
 
@@ -655,7 +637,7 @@ class LowerTiers:
                 self._seen(record)
 
     def forget_all(self) -> None:
-        """Remove all blocks on lower tiers from their indexes. The caller has dropped their jobs."""
+        """Empty the indexes of all lower tiers. Call this method after dropping the tiers' jobs."""
         self.stop()
         for tier in self._state.tiers:
             self._state.tally.evicted_below(tier.tier, EvictionCause.RESET, tier.forget_all())
@@ -667,10 +649,9 @@ class LowerTiers:
 
 
 def most_fetched(state: CoreState) -> int:
-    """Return how many host slots open fetches may fill. All fetches for one request together have the same limit."""
+    """Return how many host slots all open fetches may fill together, which is also the limit for each request."""
     return max(state.pool.capacity // 4, 1)
 
 
 def _have(tiers: Sequence[LowerTier], key: BlockKey) -> bool:
-    """Return whether one of these tiers has a block."""
     return any(key in tier.pool.index.parts[key[0]] for tier in tiers)

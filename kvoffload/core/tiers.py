@@ -1,9 +1,9 @@
 """The tiers below the host, and an index that searches them together with the host.
 
 Each tier keeps its slots in the same kind of pool as the host. A disk slot stands for the same slot in every rank's
-file. A remote tier has an index of its own, and other engines write to it and evict from it. So a slot of a remote tier
-is only a hint that the tier has a block, and the pool's size limits the number of hints. A fetch that finds nothing
-removes its hint.
+file. A remote tier manages its blocks itself, and other engines write to the tier, too. So a slot of a remote tier is
+only a hint that the tier has a block, and the pool's size limits the number of hints. A fetch that finds nothing
+removes the hint.
 
 `tier_copies` decides which blocks are copied.
 """
@@ -51,17 +51,17 @@ class LowerTier:
         jobs: the open jobs.
 
     Attributes:
-        takes_all: True if blocks are written to the tier without having been found again.
+        takes_all: True if the tier gets every stored block, even before a lookup finds the block again.
         pool: the tier's slots.
         is_open: True once the disk's index has been read, or the remote tier's namespace is known.
         is_closed: True while the tier cannot be used; for the disk this is final.
         failing: ranks whose calls to the tier fail or hang.
         in_flight: keys that open spills are bringing to the tier.
-        limit: scales the maximum number of blocks in open spills and in a warm start's fetch.
-        slot_bytes: the size in bytes of a host slot, on the rank where it is largest.
-        least_tokens: how many tokens a fetch must add to a hit; fewer tokens are recomputed instead.
+        limit: the adaptive limit on blocks in open spills and in a warm start's fetch.
+        slot_bytes: the largest size of a host slot on any rank, in bytes.
+        least_tokens: the fewest tokens that a fetch must add to a hit; fewer tokens are recomputed.
         candidates: keys that were found again and may be spilled, in the order in which the host evicts them.
-        namespace: the namespace of this engine's blocks in a tier that engines share.
+        namespace: the namespace of this engine's blocks in a remote tier; empty for the disk.
     """
 
     namespace = ""
@@ -85,18 +85,18 @@ class LowerTier:
 
     @property
     def is_usable(self) -> bool:
-        """Return whether new copies may start."""
+        """Return whether new copies to and from the tier may start."""
         has_timed_out = self._spills[_ABANDONED] or self._fetches[_ABANDONED]
         return self.is_open and not self.is_closed and not self.failing and not has_timed_out
 
     @property
     def fetching(self) -> int:
-        """Return the number of blocks in open fetches. Only fetches pin the tier's slots."""
+        """Return the number of blocks in open fetches from the tier."""
         return len(self.pool.pins)
 
     @property
     def has_blocks(self) -> bool:
-        """Return whether the tier has any block that can hit."""
+        """Return whether lookups can find any block on the tier."""
         return bool(self.pool.count(SlotState.READY) or self.pool.count(SlotState.PINNED))
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class LowerTier:
         self.is_closed = True
 
     def rank_reported(self, report: TransferReport) -> None:
-        """Record whether a rank's calls to the tier work, and how large its host slots are."""
+        """Record whether a rank's calls to the tier work, and how large the rank's host slots are."""
         works = report.disk_works if self.tier is Tier.DISK else report.remote_works
         if works == (report.rank in self.failing):
             self.failing ^= {report.rank}
@@ -122,7 +122,7 @@ class LowerTier:
         Args:
             job: the spill.
             last: the id of the most recently planned job.
-            is_load_open: whether a load or a fetch is open.
+            is_load_open: True if a load or a fetch is open.
         """
         size = len(job.slots)
         self.limit.ended(
@@ -132,17 +132,17 @@ class LowerTier:
     # -- jobs ---------------------------------------------------------------------------------------------------
 
     def targets(self, keys: list[BlockKey], tier_slots: list[SlotId]) -> list[Any]:
-        """Return the tier's end of each copy in a job."""
+        """Return the `Job.targets` of a job that copies these keys to or from these slots."""
         return tier_slots
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return the `extra` of a fetch from these slots, or of a spill if no slots are given."""
+        """Return the `Job.extra` of a fetch from these slots, or of a spill, for which no slots are given."""
         return ()
 
     # -- blocks -------------------------------------------------------------------------------------------------
 
     def reuse(self, keys: Sequence[BlockKey]) -> None:
-        """Record that lookups found these blocks again. A prefix's head comes last."""
+        """Record that lookups found these blocks again. Keys are listed deepest first."""
         on_tier, spilling = self.pool.index.parts, self.in_flight.keys
         for key in keys:
             if key in on_tier[key[0]] or key in self._waiting or key in spilling:
@@ -155,32 +155,29 @@ class LowerTier:
                 self.candidates.append(key)
 
     def take_candidates(self, count: int) -> list[BlockKey]:
-        """Remove and return up to `count` candidates."""
+        """Remove and return the first `count` candidates, or all if there are fewer."""
         keys = [self.candidates.popleft() for _ in range(min(count, len(self.candidates)))]
         self._waiting.difference_update(keys)
         return keys
 
     def evicted(self, keys: Sequence[BlockKey]) -> int:
-        """Forget how often lookups found these blocks, because the host has evicted them.
-
-        Return how many of the blocks were candidates.
-        """
+        """Handle the host's eviction of blocks; return how many of them were candidates for a spill."""
         if self._hits:
             for key in keys:
                 self._hits.pop(key, None)
         return len(self._waiting.intersection(keys)) if self._waiting else 0
 
     def put(self, job: Spill) -> None:
-        """Record that every rank has written a job's blocks."""
+        """Record that every rank has written a spill's blocks."""
 
     def read(self, tier_slots: Sequence[SlotId]) -> None:
-        """Record that every rank has read these slots for a request, which counts as a use."""
+        """Record a use of these slots: every rank has read them for a request."""
 
     def invalidate(self, tier_slot: SlotId) -> None:
-        """Remove the block in this slot. The caller changes the slot's state in the pool."""
+        """Record that the block in a slot was removed. The caller changes the slot's state in the pool."""
 
     def forget_all(self) -> int:
-        """Remove all blocks; return how many there were."""
+        """Remove all blocks and candidates; return the number of removed blocks."""
         self.candidates.clear()
         self._waiting.clear()
         self._hits.clear()
@@ -228,11 +225,11 @@ class DiskTier(LowerTier):
         self.is_open = is_last
 
     def take_records(self) -> list[DiskRecord]:
-        """Return the changes of the index since the last call."""
+        """Return the changes that must be written to the disk's index, since the last call."""
         return _take(self.records)
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return every rank's checksum of each of these slots, or nothing for a spill, which has no checksums yet."""
+        """Return each rank's checksums of these slots; nothing for a spill, whose checksums are not known yet."""
         if not tier_slots:
             return ()
         return tuple(zip(*[[of_rank[slot] for slot in tier_slots] for of_rank in self.sums], strict=True))
@@ -241,15 +238,15 @@ class DiskTier(LowerTier):
         sums = zip(*[job.sums[rank] for rank in sorted(job.sums)], strict=True)
         puts = list(map(Put, job.tier_slots, job.keys, sums))
         self._add(puts)
-        # The order is reversed, so that the next process also evicts a prefix's head last.
+        # Deepest first, so that the next process also evicts a prefix's head last.
         self.records += reversed(puts)
 
     def read(self, tier_slots: Sequence[SlotId]) -> None:
-        # A late report of another fetch may have removed a block that was corrupt.
+        # Another fetch may have found a block corrupt and removed it.
         self.records += [Use(slot) for slot in tier_slots if self.has_block[slot]]
 
     def invalidate(self, tier_slot: SlotId) -> None:
-        """Remove a slot's block from the index."""
+        """Remove a slot's checksums, and record the removal for the disk's index."""
         if self.has_block[tier_slot]:
             self.has_block[tier_slot] = 0
             for of_rank in self.sums:
@@ -257,7 +254,7 @@ class DiskTier(LowerTier):
             self.records.append(Invalidate(tier_slot))
 
     def forget_all(self) -> int:
-        """Remove all blocks; return how many there were. Nothing is recorded, because the index itself is removed."""
+        """Remove all blocks; return their number. The caller deletes the disk's index, so no removal is recorded."""
         slots = len(self.has_block)
         self.has_block = bytearray(slots)
         self.sums = [array("Q", bytes(8 * slots)) for _ in self.sums]
@@ -270,8 +267,7 @@ class DiskTier(LowerTier):
         for put in puts:
             has_block[put.slot] = 1
         for rank, of_rank in enumerate(self.sums):
-            # Do not use `zip(*...)`: it would create one object per block, which the garbage collector would have to
-            # track.
+            # `zip(*...)` would create one object per block for the garbage collector to track.
             for put in puts:
                 of_rank[put.slot] = put.sums[rank]
 
@@ -281,7 +277,7 @@ class RemoteTier(LowerTier):
 
     Args:
         after_hits, jobs: see `LowerTier`.
-        ranks: all ranks. Each rank counts as failing until it reports that its calls to the tier work.
+        ranks: all ranks. A rank counts as failing until it reports that its calls to the tier work.
     """
 
     def __init__(self, after_hits: int, jobs: Jobs, ranks: Iterable[Rank]) -> None:
@@ -301,11 +297,11 @@ class RemoteTier(LowerTier):
         self.asks.append((request, tuple(keys[:MOST_ASKED])))
 
     def take_asks(self) -> list[Ask]:
-        """Return the queries for the tier since the last call."""
+        """Return the queries that were added since the last call."""
         return _take(self.asks)
 
     def note(self, found: Sequence[BlockKey], missing: Sequence[BlockKey]) -> None:
-        """Record the tier's answer. If there is no room for hints of all `found` keys, use the first keys."""
+        """Record the tier's answer. If hints of all `found` keys do not fit, record the first keys."""
         index, spilling = self.pool.index, self.in_flight.keys
         for key in missing:
             if (slot := index.get(key)) is not None:
@@ -321,7 +317,7 @@ class RemoteTier(LowerTier):
         return self.namespace
 
     def forget_all(self) -> int:
-        """Remove all hints and the namespace; return how many hints there were."""
+        """Remove all hints and the namespace; return the number of removed hints."""
         self.namespace = ""  # the new namespace is not known yet
         self.is_open = False
         self.asks.clear()
@@ -329,7 +325,7 @@ class RemoteTier(LowerTier):
 
 
 def _take(items: list[Item]) -> list[Item]:
-    """Return a list's items and empty the list in place, because other objects refer to it."""
+    """Return a list's items and empty the list in place: other objects refer to the list."""
     taken = items.copy()
     items.clear()
     return taken
@@ -350,12 +346,12 @@ class LayeredIndex:
     Args:
         host: the host's index.
         tiers: the lower tiers, in the order in which they are searched.
-        device: searched after the host; its blocks get `ON_DEVICE` as their slot. None if the search begins after the
-            device's own hit.
+        device: the block pool to search after the host, or None to search no device. The slot of a block found there
+            is `ON_DEVICE`.
 
     Attributes:
-        get: returns a key's slot, or None. `get` is a closure for speed, because a search calls it for each block.
-        parts: for each first byte of a key, an object with the same `get`.
+        get: returns a key's slot, or None. Searches call `get` for each block, so it is a closure, for speed.
+        parts: for each first byte of a key, an object with the same `get`, as in `KeyIndex`.
     """
 
     __slots__ = ("_found", "get", "parts")
@@ -379,10 +375,10 @@ class LayeredIndex:
             return None
 
         self.get = get
-        # Keep only `get`: a reference to `self` would keep `_found` alive until the garbage collector runs.
+        # Store only `get`: with a reference to `self`, `_found` would stay alive until the garbage collector runs.
         self.parts = (SimpleNamespace(get=get),) * 256
 
     def on_tiers(self, slots: Iterable[SlotId]) -> list[Block]:
-        """Of these slots returned by `get`, return the blocks that are on lower tiers, in the same order."""
+        """Return the blocks on lower tiers among slots that `get` returned, in the same order."""
         found = self._found
         return [found[-1 - slot] for slot in slots if slot < 0]
