@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> str:
-    """Look up the version only on demand: reading package metadata takes longer than the rest of this import."""
+    """Return `__version__`. It is read on demand, because reading it takes longer than importing this package."""
     if name != "__version__":
         raise AttributeError(name)
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version("kvoffload")
-    except PackageNotFoundError:  # the source tree was never installed
+    except PackageNotFoundError:  # a source tree that was not installed
         return "0"

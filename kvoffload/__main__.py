@@ -1,4 +1,4 @@
-"""Runs the `kvoffload` command as `python -m kvoffload`, for use when the script is not on the path."""
+"""Runs the `kvoffload` command as `python -m kvoffload`, for environments whose PATH lacks the script."""
 
 import sys
 

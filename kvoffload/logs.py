@@ -1,8 +1,8 @@
 """Structured logs through the standard library's logging. Each line has one event name and stable keys.
 
-The host configures logging; a library must not. So every logger here is a `logging.getLogger("kvoffload...")` without
-handlers, and structlog's global configuration, which the host may use, is not changed. The keys are in the text of the
-line, for hosts that only print text, and in `record.kvoffload`, for formatters that use them.
+The application configures logging; a library must not. So every logger here is a `logging.getLogger("kvoffload...")`
+without handlers, and structlog's global configuration, which the application may use, is not changed. The keys are in
+the text of the line, for applications that only print text, and in `record.kvoffload`, for formatters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, MutableMapping
 
 ROOT = "kvoffload"
-# How many frames of structlog to skip, so that the host's log shows the caller's file and line.
+# Skip this many frames, which are structlog's, so that log records name the caller's file and line.
 _STACK_LEVEL = 4
 
 
@@ -24,8 +24,8 @@ def get_logger(name: str = "", under: str | None = None) -> structlog.stdlib.Bou
     """Return the logger `kvoffload.<name>`.
 
     Args:
-        name: the part of kvoffload that logs.
-        under: a logger of the host whose handlers and level apply; by default the root logger.
+        name: the part of kvoffload that logs, such as "worker".
+        under: the name of the application's logger whose handlers and level apply; by default the root logger.
     """
     full = ".".join(part for part in (under, ROOT, name) if part)
     logger = structlog.wrap_logger(
@@ -40,7 +40,7 @@ def get_logger(name: str = "", under: str | None = None) -> structlog.stdlib.Bou
 def _to_record(
     _logger: object, _method: str, keys: MutableMapping[str, Any]
 ) -> tuple[tuple[str], dict[str, Any]]:
-    """Return the arguments for the standard logger's method."""
+    """Return the positional and keyword arguments for a method of the standard logger."""
     return (_as_text(keys),), {"extra": {"kvoffload": dict(keys)}, "stacklevel": _STACK_LEVEL}
 
 

@@ -3,9 +3,9 @@
     put   the caller's pages ─▶ staging slots ─▶ disk and remote tier
     get   disk, else the remote tier ─▶ staging slots, verified ─▶ the caller's pages
 
-For the core, this is an engine with one rank, without requests and without a device. The core manages slots, evictions
-and jobs, and `TiersSide` keeps the tiers' catalogs. The host's pool consists of a few *staging slots*. A hanging call
-to a tier can only use these slots, so after `get` or `put` has returned, nothing uses the caller's pages.
+To the core, the cache is an engine with one rank, without requests and without a device. The core manages slots,
+evictions and jobs, and `TiersSide` keeps the tiers' catalogs. The host's pool consists of a few *staging slots*. Calls
+to a tier use only staging slots, so even if a call hangs, the caller's pages are free after `get` or `put` returns.
 
 A lock guards the core. The lock is held only for bookkeeping, not while bytes are copied or a tier is called. Whenever
 a call to a tier returns, a thread wakes up and processes the result.
@@ -85,8 +85,8 @@ Taken: TypeAlias = tuple[LowerTier, list[BlockKey]]
 """A tier, and the keys of the blocks to write to it."""
 
 _STAGING_BYTES, _LEAST_SLOTS = 64 * 2**20, 8
-_SHARE = 4  # one call uses at most a quarter of the staging slots at once
-_PERIOD_S = 0.05  # the longest delay until a hanging call is noticed; a call that returns wakes the thread
+_SHARE = 4  # a batch of blocks uses at most a quarter of the staging slots
+_PERIOD_S = 0.05  # seconds between two checks of time limits
 _MOST_SEEN = 65_536
 _RANK = Rank(0)
 _SHAPE = EngineShape((GroupSpec(GroupId(0), AttentionKind.FULL, 1),), ranks=1, device_blocks=1, step_tokens=1)
@@ -95,12 +95,13 @@ log = get_logger("tiers")
 
 
 def tier_config(raw: Mapping[str, object]) -> OffloadConfig:
-    """Return the settings of a `TierCache`. By default, a block is written at its first `put`.
+    """Return the settings of a `TierCache`. With the default settings, a block is written at its first `put`.
 
     Raises:
-        ConfigError: a key is unknown or does not concern these tiers, a value is not allowed, or no tier is named.
+        ConfigError: a key is unknown or does not concern a disk or a remote tier, a value is not allowed, or neither
+            tier is configured.
     """
-    # The engine has its own host tier, so `host_bytes` only satisfies the parser.
+    # The engine has its own host tier, but the parser requires `host_bytes`.
     config = parse_config({"host_bytes": 1, "disk_min_hits": 0, "remote_min_hits": 0, **raw})
     problems = [f"{name} does not concern a disk or a remote tier" for name in raw if name not in _SETTINGS]
     if config.disk_path is None and config.remote_url is None:
@@ -113,21 +114,20 @@ def tier_config(raw: Mapping[str, object]) -> OffloadConfig:
 class TierCache:
     """The blocks of one rank on a disk and in a remote tier. Any thread may call the methods.
 
-    A tier that fails, hangs or returns wrong data only costs hits: no call raises because of such a tier, or exceeds
-    its time limit. The cache runs daemon threads.
+    A tier that fails, hangs or returns wrong data only costs hits: calls neither raise nor exceed their time limits
+    because of such a tier. The cache runs daemon threads.
 
     Args:
-        identify: returns the identity of the KV; called once, on another thread. It may read all weights, and may
-            raise.
-        page_bytes: bytes of a block in each region.
+        identify: returns the identity of the KV; called once, on another thread. The call may take long, and may raise.
+        page_bytes: for each region of a page, the bytes of a block in this region.
         config: the settings, from `tier_config`.
-        replica: index of this process among those with the same identity and `disk_path`.
-        engine: the engine, for `kvoffload_info`.
+        replica: this process's number among the processes with the same identity and `disk_path`, from 0.
+        engine: the engine's names, for `kvoffload_info`.
         clock: the clock for time limits of calls to the tiers.
 
     Attributes:
-        counters: the counters of the catalogue, for exporters.
-        degraded: why the tiers are off until the process restarts; None while they are on.
+        counters: the values of the catalogue's counters, for exporters.
+        degraded: why the cache is off until the process restarts; None while the cache works.
 
     Raises:
         ConfigError: the tiers' key or address cannot be used.
@@ -157,7 +157,7 @@ class TierCache:
             disk_min_hits=None if config.disk_path is None else config.disk_min_hits,
             remote_min_hits=None if address is None else config.remote_min_hits,
         )
-        # The core never uses the block pool here, because there is no device.
+        # Without a device, the core never uses the block pool.
         self.core = core = OffloadCore(_SHAPE, policy, cast("BlockPool", None))
         self._state = core.state
         self._stores = core.stores
@@ -219,7 +219,7 @@ class TierCache:
     # -- calls --------------------------------------------------------------------------------------------------
 
     def wait_open(self, timeout_s: float) -> bool:
-        """Wait until every tier is open or has failed; return whether all can be used."""
+        """Wait until every tier is open or has failed; return whether all tiers can be used."""
         with self._changed:
             self._wait(
                 lambda: all(tier.is_usable or tier.is_closed for tier in self._tiers), _until(timeout_s)
@@ -230,8 +230,8 @@ class TierCache:
         """Return for each key whether a tier has its block. The remote tier's answer is only a hint.
 
         Args:
-            keys: keys of blocks, at most 64 bytes each; their first bytes are spread evenly, as in digests.
-            timeout_s: seconds to wait for the remote tier, by default `remote_timeout_s`; 0 skips the remote tier.
+            keys: the blocks' keys, at most 64 bytes each; digests, because the first bytes must be spread evenly.
+            timeout_s: seconds to wait for the remote tier, by default `remote_timeout_s`; 0 skips the query.
         """
         until, wanted = _until(timeout_s, self._config.remote_timeout_s), [BlockKey(key) for key in keys]
         with self._changed:
@@ -245,13 +245,13 @@ class TierCache:
         Args:
             keys: the blocks' keys, the head of a prefix first.
             pages: a page for each key.
-            timeout_s: seconds until the call returns; by default `transfer_timeout_s`.
+            timeout_s: seconds after which the call returns in any case; by default `transfer_timeout_s`.
 
         Returns:
             For each key, whether its page has the block's verified bytes. The bytes of other pages are undefined.
 
         Raises:
-            ValueError: a page has another size than `page_bytes`.
+            ValueError: a page's regions do not have the sizes in `page_bytes`.
         """
         until, wanted = _until(timeout_s, self._config.transfer_timeout_s), [BlockKey(key) for key in keys]
         found = [False] * len(keys)
@@ -264,7 +264,7 @@ class TierCache:
                 self.ask("get", partial(self._fetch, [wanted[place] for place in some], slots, until), None)
             try:
                 with suppress(HostMemoryError), self._arena.held():
-                    # `held` raises if the cache was closed, because the memory has been freed.
+                    # `held` raises after `close`, which has freed the memory.
                     for place in some:
                         if (slot := slots.get(wanted[place])) is not None:
                             _copy(self._arena.pages(slot), pages[place])
@@ -293,15 +293,15 @@ class TierCache:
         return self._answer(wanted, stored, epoch)
 
     def reset(self) -> bool:
-        """Make sure that no call finds a block that was put before.
+        """Discard all blocks, so that no later call finds a block that was put before.
 
         Returns:
-            True if later processes cannot find these blocks either. After False, call `reset` again when the tiers
-            answer.
+            True if later processes cannot find the discarded blocks either. After False, call `reset` again when the
+            tiers answer.
         """
         with self._one_reset:
             with self._changed:
-                # While the catalogs wait for their tiers, the lock is free, so this flag keeps other calls out.
+                # The flag keeps other calls out while the catalogs wait for their tiers without the lock.
                 self._is_resetting = True
                 self.bus.dispatch([facts.CacheReset()])
                 self._changed.notify_all()
@@ -312,9 +312,9 @@ class TierCache:
                     self._is_resetting = False
 
     def take_changes(self) -> list[tuple[BlockKey, bool]]:
-        """Return the blocks written to the disk (True) or evicted from it (False) since the last call, in order.
+        """Return in order which blocks were written to the disk (True) or evicted (False) since the last call.
 
-        The first call starts the collection of these changes, and returns an empty list.
+        The first call returns an empty list, and starts recording the changes.
         """
         with self._changed:
             if self._changes is None:
@@ -324,12 +324,12 @@ class TierCache:
             return changes
 
     def gauges(self) -> Mapping[str, Series]:
-        """Return the series of each metric that has a reader and a meaning here, by name; only counters after `close`."""
+        """Return the series of the metrics that apply to a `TierCache`, by name; only counters after `close`."""
         metrics = [metric for metric in METRICS if not self._is_closed or metric.kind is Kind.COUNTER]
         return read_all(cast("Side", self), self.counters.tiers, metrics)
 
     def close(self) -> None:
-        """Close the tiers. Waits for a disk for at most `disk_drain_s`, and never for a remote tier."""
+        """Close the tiers. Wait for the disk for at most `disk_drain_s`, and never for the remote tier."""
         with self._changed:
             if self._is_closed:
                 return
@@ -347,7 +347,7 @@ class TierCache:
     # -- with the lock ------------------------------------------------------------------------------------------
 
     def ask(self, name: str, question: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """Return the answer to `question`, or `otherwise` if the core raises now or has raised before (R12)."""
+        """Call `question` and return its result, or `otherwise` if the core raises now or has raised before (R12)."""
         if self.degraded is None:
             try:
                 return question()
@@ -365,7 +365,7 @@ class TierCache:
         return self._is_closed or self._is_resetting or self.degraded is not None
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """Wait without the lock; return whether `is_done` became true before `until` while the tiers were on."""
+        """Release the lock and wait; return whether `is_done` became true before `until` while the cache works."""
         self._changed.wait_for(lambda: self._is_off or is_done(), max(until - time.monotonic(), 0.0))
         return not self._is_off and is_done()
 
@@ -373,7 +373,7 @@ class TierCache:
         return not self._is_off and any(tier.is_usable and key in tier.pool.index for tier in self._tiers)
 
     def _ask_remote(self, keys: Sequence[BlockKey], until: float, *, are_hints_enough: bool) -> None:
-        """Query the remote tier for blocks that are not on the disk, and wait for its answer."""
+        """Query the remote tier for blocks that are not found elsewhere, and wait for the answer until `until`."""
         state, remote = self._state, self._state.remote
         if remote is None or not remote.is_usable:
             return
@@ -390,7 +390,7 @@ class TierCache:
             self._asked.discard(name)
 
     def _fetch(self, keys: Sequence[BlockKey], slots: dict[BlockKey, SlotId], until: float) -> None:
-        """Fetch blocks to staging slots from the first tier that has them. Pin the slots and add them to `slots`."""
+        """Fetch blocks to staging slots, each from the first tier that has the block. Pin the slots in `slots`."""
         pool, on_way, remote = self._pool, self._stores.in_flight.keys, self._state.remote
         failed = set[BlockKey]()
 
@@ -400,7 +400,7 @@ class TierCache:
             slots.update(there)
 
         pin()
-        # Fetch from each tier twice, because a corrupt block makes the other blocks of its fetch fail.
+        # Fetch from each tier twice, because a fetch with a corrupt block also fails for its intact blocks.
         for tier in (*self._tiers, *self._tiers):
             if not self._wait(lambda: pool.room >= len(keys), until):
                 return
@@ -419,7 +419,7 @@ class TierCache:
     def _reserve(
         self, keys: Sequence[BlockKey], slots: dict[BlockKey, SlotId], until: float, epoch: int
     ) -> list[Taken]:
-        """Return the blocks to write to each tier. Add a new staging slot to `slots` for each block without one."""
+        """Return the blocks to write to each tier. Reserve staging slots for new blocks, and add them to `slots`."""
         pool, on_way = self._pool, self._stores.in_flight
         is_ready = self._wait(lambda: on_way.keys.keys().isdisjoint(keys) and pool.room >= len(keys), until)
         if not is_ready or self._state.epoch != epoch:
@@ -453,7 +453,7 @@ class TierCache:
         *,
         are_whole: bool,
     ) -> None:
-        """Write blocks from staging slots to the tiers, and wait for the end."""
+        """Write blocks from staging slots to the tiers, and wait until the writes have ended or `until` has passed."""
         pool = self._pool
         self._stores.in_flight.ended([*slots])
         if not are_whole:
@@ -471,7 +471,6 @@ class TierCache:
         self._wait(lambda: all(tier.in_flight.keys.keys().isdisjoint(keys) for tier, keys in taken), until)
 
     def _submit(self) -> None:
-        """Start the planned jobs."""
         plan = self.core.plan()
         if self._disk is not None:
             self._disk.submit(plan.disk)
@@ -480,7 +479,7 @@ class TierCache:
         self._side.moved(self._monotonic())
 
     def _count(self, key: BlockKey) -> int:
-        """Return how many times a block was put before, and count this put."""
+        """Count a `put` of a block; return how many times the block was put before."""
         before = self._seen.pop(key, 0)
         self._seen[key] = before + 1
         if len(self._seen) > _MOST_SEEN:
@@ -495,7 +494,7 @@ class TierCache:
             taken = self.ask("put", lambda: self._reserve(keys, slots, until, epoch), list[Taken]())
         try:
             with suppress(HostMemoryError), self._arena.held():
-                # `held` raises if the cache was closed, because the memory has been freed.
+                # `held` raises after `close`, which has freed the memory.
                 for key, slot in slots.items():
                     _copy(given[key], self._arena.pages(slot))
                 are_whole = True
@@ -505,9 +504,9 @@ class TierCache:
                 self.ask("put", lambda: self._spill(taken, slots, until, are_whole=are_whole), None)
 
     def _answer(self, keys: Sequence[BlockKey], answers: list[bool], epoch: int) -> list[bool]:
-        """Return the answers, which are all False after a reset.
+        """Return a call's answers, or only False if there was a reset since the call began.
 
-        Mark blocks on the disk as used, the first block last (R15).
+        Mark the blocks on the disk as used, deepest first (R15).
         """
         with self._changed:
             if self._is_off or self._state.epoch != epoch:
@@ -520,7 +519,7 @@ class TierCache:
             return answers
 
     def _batches(self, number: int) -> Iterator[range]:
-        """Yield the positions of blocks in batches; the blocks of one batch are copied together."""
+        """Yield ranges of block positions; the blocks of one range are copied together."""
         most = max(self._arena.slots // _SHARE, 1)
         for start in range(0, number, most):
             yield range(start, min(start + most, number))
@@ -537,11 +536,11 @@ class TierCache:
                 self._changed.notify_all()
 
     def _advance(self) -> None:
-        """Process the tiers' ended calls and answers, and end calls that take too long."""
+        """Process ended calls to the tiers, and time out calls that take too long."""
         now, jobs = self._monotonic(), self._state.jobs
         if batch := self._side.take_facts(now):
             self.bus.dispatch([*batch])
-            self.core.lower_tiers.stop()  # This stops the warm start.
+            self.core.lower_tiers.stop()  # A warm start would fill the staging slots.
         parts = [None if copies is None else copies.take() for copies in (self._disk, self._remote)]
         report, before = merged(self._report, *parts), jobs.open_on_tiers
         if any(part is not None and part.is_new for part in parts):
@@ -555,7 +554,7 @@ class TierCache:
 
 
 class _Threads(Portal):
-    """A portal whose executors set an event whenever one of their calls has returned."""
+    """A portal whose executors set `event` after each call."""
 
     def __init__(self, event: threading.Event) -> None:
         super().__init__("kvoffload-tiers")
@@ -577,12 +576,12 @@ class _Waking(DaemonExecutor):
 
 
 def _staging(page_bytes: Sequence[int], portal: Portal) -> Arena:
-    """Return the memory of the staging slots.
+    """Allocate the memory of the staging slots.
 
     Raises:
         HostMemoryError: the machine has too little memory left.
     """
-    # These regions are on no device.
+    # The regions describe the caller's pages; there is no device.
     regions = [DeviceRegion(number, size, size, 1) for number, size in enumerate(page_bytes)]
     layout = DeviceLayout(tuple(regions))
     slots = max(_STAGING_BYTES // layout.slot_bytes, _LEAST_SLOTS)
@@ -595,7 +594,7 @@ def _staging(page_bytes: Sequence[int], portal: Portal) -> Arena:
 
 
 def _with_pages(identity: KVIdentity, layout: DeviceLayout) -> KVIdentity:
-    """Add the pages' layout to the identity, so that blocks of another layout are not found."""
+    """Return the identity with the pages' layout added, so that lookups find only blocks of the same layout."""
     return replace(identity, settings={**identity.settings, "pages": digest_of(layout).hex()})
 
 

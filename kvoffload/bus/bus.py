@@ -1,9 +1,8 @@
 """The bus: each message reaches its inline handlers, which fill the feeds of observers.
 
 A hook dispatches one fact. The first handler of the fact's class owns the state that the fact changes. In the same
-batch, the fact is followed by the events it causes, then by messages that other handlers publish. Every subscriber sees
-the messages in that order, and no handler runs inside another. One subscriber, the journal, gets lists of whole
-batches.
+batch, the fact is followed by its events, then by messages that other handlers publish. Every subscriber gets the
+messages in this order, and no handler runs inside another. The journal gets lists of whole batches instead of messages.
 
 Only the engine's thread dispatches and subscribes. Feeds carry messages to other threads.
 """
@@ -45,7 +44,7 @@ class Bus:
         self._routes: defaultdict[type, list[Handler]] = defaultdict(list)
         """The handlers to call for each message class. The first handler owns the state that the messages change."""
         self._keeper: Keeper | None = None
-        self._now: Callable[[], float] = float  # the clock given to `keep`
+        self._now: Callable[[], float] = float  # the clock passed to `keep`
         self._kept: list[Batch] = []
         self._at_a_time = 0
         self._batch: list[object] | None = None
@@ -67,7 +66,7 @@ class Bus:
         self._routes[cls].insert(0, handler)
 
     def drop_handlers(self) -> None:
-        """Remove all state handlers and their tally. The other subscribers stay."""
+        """Remove all state handlers and the tally of their events. All other subscribers stay."""
         for cls, handler in self._handlers.items():
             self._routes[cls].remove(handler)
         self._handlers.clear()
@@ -78,14 +77,13 @@ class Bus:
         self._routes[cls].append(counter)
 
     def keep(self, keeper: Keeper, now: Callable[[], float], at_a_time: int = 1) -> list[Batch]:
-        """Pass all batches to `keeper` from now on. Remove a keeper that raises.
-
-        Collecting a batch makes no Python call, and a keeper that gets many batches at once runs with warm caches.
+        """Pass all later batches to `keeper`. Remove a keeper that raises.
 
         Args:
-            keeper: takes a list of batches, which is cleared afterwards.
+            keeper: called with a list of batches, which is cleared afterwards.
             now: the clock that gives each batch its time.
-            at_a_time: how many messages to collect before `keeper` is called.
+            at_a_time: how many messages to collect before each call of `keeper`, which is faster with many batches at
+                once.
 
         Returns:
             The list of collected batches, which other threads may copy.
@@ -96,7 +94,7 @@ class Bus:
         return self._kept
 
     def observe(self, name: str, capacity: int) -> Feed[Any]:
-        """Return a new feed for handlers to fill. Closing the bus closes the feed."""
+        """Return a new feed, which handlers fill and which closes with the bus."""
         feed = self.feeds[name] = Feed(name, capacity)
         return feed
 
@@ -107,22 +105,19 @@ class Bus:
             self._run_after()
 
     def publish(self, message: object) -> None:
-        """Dispatch a message. If a subscriber calls this method, append the message to the current batch.
-
-        Never waits.
-        """
+        """Dispatch a message. If a subscriber calls this method, append the message to the current batch."""
         if self._batch is not None:
             self._batch.append(message)
         else:
             self.dispatch([message])
 
     def dispatch(self, batch: list[Any]) -> None:
-        """Dispatch messages and the events they cause, in this order. Subscribers must not call this method."""
+        """Dispatch messages, and after them the events that they cause. Subscribers must call `publish` instead."""
         self._batch = batch
         routes = self._routes
         tally = self._tally
         try:
-            for message in batch:  # handlers append to the batch during the loop
+            for message in batch:  # The loop reaches messages that handlers append to the batch.
                 for react in routes[type(message)]:
                     try:
                         react(message)
@@ -142,7 +137,7 @@ class Bus:
             self._run_after()
 
     def close(self) -> None:
-        """Close every feed. Observers read the queued messages, then end."""
+        """Close every feed. Observers end after they have read the queued messages."""
         for feed in self.feeds.values():
             feed.close()
 

@@ -1,16 +1,14 @@
 """A bounded feed from the engine's thread to an observer's event loop. The feed never blocks the engine.
 
-Two threads share a feed, without a lock. The producer appends an event and wakes the consumer only if the consumer
-sleeps. The consumer announces that it is about to sleep, *then* looks for events once more. So either the producer sees
-the announcement or the consumer sees the event, and no event is missed. At worst the consumer is woken once without
-need.
+Two threads share a feed without a lock. The producer appends an event, and wakes the consumer if the consumer sleeps.
+The consumer announces its sleep *before* it looks for events a last time. So either the producer finds the announcement
+or the consumer finds the event, and no event is missed. At worst the consumer is woken once without need.
 
     producer                     consumer
     append the event             announce sleep
     asleep? -> wake              anything waiting? -> do not sleep
 
-While the consumer is awake, an event costs the producer one append, however fast events come. Without events neither
-thread runs.
+While the consumer is awake, an event costs the producer one append. Without events neither thread runs.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from kvoffload.bus.guard import call_guarded
 
 T = TypeVar("T")
 
-_TURN = 64  # a consumer that takes one event per call lets the loop's other tasks run after this many events
+_TURN = 64  # after this many events, a consumer that takes one event per call lets other tasks run
 
 
 class Feed(Generic[T]):
@@ -45,8 +43,8 @@ class Feed(Generic[T]):
         self._asleep = False
         self._bell = asyncio.Event()  # bound to the consumer's loop when the consumer first sleeps
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._overflowed = 0  # only the producer writes this
-        self._taken = 0  # only the consumer writes this and `_left`
+        self._overflowed = 0  # written only by the producer
+        self._taken = 0  # `_taken` and `_left` are written only by the consumer
         self._left = 0
 
     def offer(self, event: T) -> bool:
@@ -62,11 +60,11 @@ class Feed(Generic[T]):
         return True
 
     async def take(self, most: int = 1) -> list[T]:
-        """Wait for events and return up to `most` of the oldest. Return [] once the feed is closed and empty."""
-        if self._taken % _TURN == _TURN - 1:  # Consumers that take many events per call await between calls.
+        """Wait for events and return up to `most` of the oldest; [] if the feed is closed and empty."""
+        if self._taken % _TURN == _TURN - 1:  # Consumers of many events per call let other tasks run.
             await asyncio.sleep(0)
         while True:
-            # Read the flag first, because an event may arrive just before the feed is closed.
+            # Read the flag before the queue, because an event may arrive just before the feed is closed.
             closed = self._closed
             if self._waiting:
                 count = min(len(self._waiting), most)
@@ -77,20 +75,20 @@ class Feed(Generic[T]):
             await self._sleep()
 
     def close(self) -> None:
-        """Accept no more events; queued events are still delivered. The producer calls this method."""
+        """Accept no more events, but deliver the queued ones. Only the producer may call this method."""
         self._closed = True
         if self._asleep:
             self._wake()
 
     def abandon(self) -> None:
-        """Accept no more events and drop queued events. The consumer calls this method when it stops reading."""
+        """Accept no more events, and drop the queued ones. Only the consumer may call this method."""
         self._closed = True
         self._left += len(self._waiting)
         self._waiting.clear()
 
     @property
     def dropped(self) -> int:
-        """Return the number of events dropped because the feed was full or its consumer had stopped reading."""
+        """Return how many events were dropped because the feed was full or the consumer stopped reading."""
         return self._overflowed + self._left
 
     async def _sleep(self) -> None:
@@ -104,8 +102,7 @@ class Feed(Generic[T]):
             self._asleep = False
 
     def _wake(self) -> None:
-        # Clear the flag first, so that later events find the consumer awake. At worst the consumer is woken once
-        # without need.
+        # Clear the flag before waking the consumer, so that later events wake it again only if it sleeps again.
         self._asleep = False
         assert self._loop is not None, "asleep without a loop"
         try:
@@ -128,7 +125,7 @@ async def run_observer(
             while events := await feed.take():
                 await observer(events[0])
         finally:
-            # Abandon the feed even if this task is cancelled, because nothing reads the feed any more.
+            # Nothing reads the feed any more, even after a cancellation.
             feed.abandon()
     except Exception as exc:
         call_guarded(on_removed, feed.name, exc)

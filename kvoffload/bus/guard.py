@@ -11,7 +11,7 @@ _log = logging.getLogger(__name__)
 
 
 def call_guarded(callback: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
-    """Call `callback` and log any exception, so that reporting one failure cannot cause another."""
+    """Call `callback`, and log an exception instead of raising it."""
     try:
         callback(*args, **kwargs)
     except Exception:

@@ -8,7 +8,7 @@ from enum import Enum
 class Cause(Enum):
     """Base of all causes.
 
-    Members are dict keys on hot paths, so they hash by identity: `Enum.__hash__` would be a Python call.
+    Causes are dict keys on hot paths. They hash by identity, because `Enum.__hash__` is a Python function.
     """
 
     __hash__ = object.__hash__
@@ -17,12 +17,12 @@ class Cause(Enum):
 class MissCause(Cause):
     """Why a block of a lookup missed. Each missed block has exactly one cause."""
 
-    # Only a recurrent state is missing on the host: the state was never offered, or was not fetched in time.
+    # only a recurrent state is missing on the host: it was never offered, or the request could not wait for its fetch
     NO_STATE = "no_state"
-    NEVER_SEEN = "never_seen"  # no block with this key was offered, or the offer was forgotten
+    NEVER_SEEN = "never_seen"  # no block with this key was offered, or the record of the offer was dropped
     EVICTED = "evicted"  # the block was on the host but was evicted for space
     STORING = "storing"  # the block's store is still open
-    DECLINED_HOST_FULL = "declined_host_full"  # offered, but every slot was in use
+    DECLINED_HOST_FULL = "declined_host_full"  # offered while every slot was in use
     DECLINED_NOT_READY = "declined_not_ready"  # offered before host memory was ready
     DECLINED_STALE = "declined_stale"  # offered after the engine had reused the device block
     DECLINED_LEASE_LIMIT = "declined_lease_limit"  # offered while a quarter of the device pool was leased
@@ -31,19 +31,19 @@ class MissCause(Cause):
     LOST = "lost"  # the device evicted the block before it was stored
     STORE_FAILED = "store_failed"  # the block's copy to the host failed
     AFTER_RESET = "after_reset"  # a reset removed the block from the host
-    LOAD_FAILED = "load_failed"  # a load of this request failed, or the last load of this block failed
+    LOAD_FAILED = "load_failed"  # the request's load failed, or the block's last load failed
     CORRUPT = "corrupt"  # the block's checksum did not match when it was last checked
-    LOAD_DECLINED = "load_declined"  # the hit was shorter than min_load_tokens
+    LOAD_DECLINED = "load_declined"  # the block was found, but the hit was shorter than min_load_tokens
     NOT_ACCEPTED = "not_accepted"  # the block was found, but the engine accepted a shorter hit
-    LAST_TOKEN = "last_token"  # one token of a prompt must always be computed
-    LOOKAHEAD = "lookahead"  # a speculative draft needs the last matched block for lookahead
-    PARTIAL_BLOCK = "partial_block"  # the tokens after the last whole block
-    BEHIND_MISS = "behind_miss"  # the block comes after a missing one, so it cannot be used
+    LAST_TOKEN = "last_token"  # the block ends the prompt, whose last token must always be computed
+    LOOKAHEAD = "lookahead"  # the last matched block is computed for a draft model, which looks ahead
+    PARTIAL_BLOCK = "partial_block"  # the prompt's last block is not whole
+    BEHIND_MISS = "behind_miss"  # the block comes after a missing one, so a prefix cannot contain the block
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
-    STALLED = "stalled"  # copies were stalled, so no load was started
+    STALLED = "stalled"  # no load may start while copies are stalled
     ON_DISK = "on_disk"  # the block is on the disk, but the request could not wait for a fetch
     IN_REMOTE = "in_remote"  # the block is in the remote tier, but the request could not wait for a fetch
-    TIER_OPENING = "tier_opening"  # the disk's index had not been read yet
+    TIER_OPENING = "tier_opening"  # the lookup came before the disk's index was read
     DEGRADED = "degraded"  # offloading is off because an invariant was broken
 
 
@@ -51,18 +51,18 @@ class StoreOutcome(Cause):
     """What happened to a computed block that was offered to the host. Each offer has exactly one outcome."""
 
     STORED = "stored"
-    ALREADY_CACHED = "already_cached"  # the host has this key
-    IN_FLIGHT = "in_flight"  # another device block with this key was being stored, and its store succeeded
+    ALREADY_CACHED = "already_cached"  # the host has the block's key
+    IN_FLIGHT = "in_flight"  # another job was copying a block with the same key to the host, and succeeded
     STALE = "stale"  # the engine had reused the device block
     NOT_HASHED = "not_hashed"  # the engine has no hash of the block
     HOST_FULL = "host_full"  # no slot was empty or evictable
     NOT_READY = "not_ready"  # no slot was empty or evictable, and host memory was not ready yet
-    LEASE_LIMIT = "lease_limit"  # a quarter of the device pool was leased already
-    STALLED = "stalled"  # copies were stalled, so no store was started
+    LEASE_LIMIT = "lease_limit"  # stores already leased a quarter of the device pool
+    STALLED = "stalled"  # no store may start while copies are stalled
     REQUEST_GONE = "request_gone"  # the request ended after losing its blocks
-    # the block's request was preempted, or the device evicted the block before it could be stored
+    # the block's request was preempted, or the device evicted the block before a store could start
     LOST = "lost"
-    BEFORE_RESET = "before_reset"  # the block was computed at least in part before the last reset
+    BEFORE_RESET = "before_reset"  # the block, or part of its prefix, was computed before the last reset
     FAILED = "failed"  # a rank's copy failed
     ABANDONED = "abandoned"  # a rank's copy did not end in time
     CANCELLED = "cancelled"  # a reset came before the copy was submitted
@@ -76,7 +76,7 @@ class LoadOutcome(Cause):
     FAILED = "failed"
     CORRUPT = "corrupt"
     ABANDONED = "abandoned"
-    CANCELLED = "cancelled"  # the request ended or its hit was lost before the copy was submitted
+    CANCELLED = "cancelled"  # the load was dropped before its copy was submitted
 
 
 class TierOutcome(Cause):
@@ -87,7 +87,7 @@ class TierOutcome(Cause):
     # the bytes in the tier, or with `verify` those on the host, differ from the bytes written
     CORRUPT = "corrupt"
     ABANDONED = "abandoned"
-    # cancelled by a reset, by the end of the job's requests, or because offloading was switched off
+    # the copy was dropped: by a reset, at the end of the last request that needed it, or when offloading ended
     CANCELLED = "cancelled"
 
 
@@ -104,7 +104,7 @@ class RemoteFault(Cause):
 
     TIMEOUT = "timeout"
     UNREACHABLE = "unreachable"
-    DENIED = "denied"  # the credentials were refused, or do not allow writes
+    DENIED = "denied"  # the tier refused the credentials, or the credentials do not allow writes
     FULL = "full"
     OTHER = "other"
 
@@ -125,7 +125,7 @@ class Found(Cause):
 
     DISK = "disk"  # part of the hit was fetched from the disk for this request
     REMOTE = "remote"  # part of the hit was fetched from the remote tier for this request
-    HOST = "host"  # the hit was on the host; a part of the prefix may have been on the device
+    HOST = "host"  # the whole hit was on the host already; the device may have had the prefix's head
     DEVICE = "device"
     NOTHING = "nothing"
 
@@ -140,7 +140,7 @@ class PinDropCause(Cause):
 
 
 class RejectionCause(Cause):
-    """Why an engine's report was ignored. All ignored reports are counted; the first of each cause is logged."""
+    """Why an engine's report was ignored. Ignored reports are counted; the first report of each cause is logged."""
 
     TOKENS_WITHOUT_PIN = "tokens_without_pin"
     UNKNOWN_REQUEST = "unknown_request"

@@ -20,9 +20,9 @@ _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _MOST = 2**63 - 1  # the largest value of a setting that counts bytes, hits or tokens
-# about thirty years; the standard library rejects timeouts of several hundred years
+# About thirty years: the standard library rejects timeouts of several hundred years.
 _LONGEST_TIMEOUT_S = 10**9
-_LONGEST_SHOWN = 200  # the maximum length of a name, or of a bad value in an error, in characters
+_LONGEST_SHOWN = 200  # the most characters of a name, and of a bad value in an error
 
 AUTO: Final = "auto"
 """The value of `min_load_tokens` that selects the measured break-even length."""
@@ -58,12 +58,12 @@ _RENAMED = {
 
 
 def parse_bytes(value: object) -> int:
-    """Parse a number of bytes: a whole number or a text such as "8GiB".
+    """Parse a number of bytes: a whole number or a string such as "8GiB".
 
     A float with a whole value is allowed, because vLLM computes `cpu_bytes_to_use` from a float.
 
     Raises:
-        ValueError: the value is not a number of bytes, or not between 1 and 2**63 - 1.
+        ValueError: the value is not a number of bytes between 1 and 2**63 - 1.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         number = value
@@ -85,7 +85,7 @@ def _one_of(*allowed: str) -> Meta:
     return Meta(pattern=rf"^({'|'.join(allowed)})\Z", title=f"one of {', '.join(allowed)}")
 
 
-# The types of settings. A title says which values are allowed.
+# The types of settings. A type's title lists the allowed values.
 Bytes = Annotated[int, Meta(title='a number of bytes, such as "64GiB"')]
 Hits = Annotated[int, Meta(ge=0, le=_MOST, title="a number of hits, 0 or more")]
 Seconds = Annotated[float, Meta(gt=0, le=_LONGEST_TIMEOUT_S, title="a positive number of seconds")]
@@ -112,7 +112,7 @@ RemoteUrl = Annotated[
 ]
 HttpUrl = Annotated[
     str,
-    Meta(  # must contain no secrets, because exporters log the URL
+    Meta(  # secrets are rejected, because exporters log the URL
         pattern=r"^https?://[^\s/@?#][^\s@?#]*\Z",
         title='a URL such as "http://localhost:4318/v1/traces", without "@", "?" and "#"; '
         "give secrets in the environment variable OTEL_EXPORTER_OTLP_HEADERS",
@@ -121,12 +121,17 @@ HttpUrl = Annotated[
 
 
 def _key(meaning: str, *, unset: str = "not set") -> Meta:
-    """Return the description of a key. `unset` is shown as the default of a key without a default."""
+    """Return the description of a settings key.
+
+    Args:
+        meaning: what the key sets.
+        unset: what documents show as the default if the key has none.
+    """
     return Meta(description=meaning, extra={"unset": unset})
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of one engine. `kvoffload settings` and docs/configure.md print the descriptions below."""
+    """The settings of one engine. `kvoffload settings` and docs/configure.md print the keys' descriptions."""
 
     host_bytes: Annotated[
         Bytes, _key("host memory of one engine, all its ranks together", unset="must be given")
@@ -182,7 +187,7 @@ ADVANCED = {
 
 
 def size_text(number: float) -> str:
-    """Return a number of bytes with a unit."""
+    """Return a number of bytes as text with a unit, such as "8.0 GiB"."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if number >= size:
             return f"{number / size:,.1f} {unit}"
@@ -190,12 +195,12 @@ def size_text(number: float) -> str:
 
 
 def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE) -> OffloadConfig:
-    """Return the settings in `raw`. Missing keys get their defaults, except `host_bytes`, which has none.
+    """Return the operator's settings, with defaults for missing keys. `host_bytes` must be given.
 
     Args:
-        raw: the settings as the operator wrote them.
-        ranks: the engine's number of ranks; `cpu_bytes_to_use_per_rank` is multiplied by this number.
-        advice: what to set `host_bytes` to, for the error if the setting is missing.
+        raw: the operator's keys and values.
+        ranks: the engine's number of ranks, by which `cpu_bytes_to_use_per_rank` is multiplied.
+        advice: how to choose `host_bytes`, for the error when the key is missing.
 
     Raises:
         ConfigError: `host_bytes` is missing, a key is unknown, or a value is not allowed. The message lists all unknown
@@ -205,8 +210,8 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
         raise ConfigError([f"settings are {_shown(raw)}; they must be keys with values"])
     problems: list[str] = []
     values: dict[str, Any] = {}
-    typed: dict[str, str] = {}  # for each setting, the operator's key that sets it
-    guessed: set[str] = set()  # the keys that unknown keys probably mean
+    typed: dict[str, str] = {}  # for each setting, the key by which the operator set it
+    guessed: set[str] = set()  # the valid keys that unknown keys resemble
     for name, value in raw.items():
         key = ALIASES.get(name, name)
         kind = _TYPES_OF_VLLM.get(name) or (SETTINGS[key].type if key in SETTINGS else None)
@@ -233,8 +238,8 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
 
 
 def _translated(raw: Mapping[str, object], values: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Return the values, after converting the values of vLLM's own keys."""
-    values.pop(_BACKEND, None)  # the only allowed value of this key changes nothing
+    """Convert the values of vLLM's own keys to those of our settings."""
+    values.pop(_BACKEND, None)  # the key's only allowed value needs no setting
     if "lazy_offload" in raw:
         values["store_policy"] = "lazy" if values["store_policy"] else "eager"
     if PER_RANK in raw:
@@ -245,10 +250,8 @@ def _translated(raw: Mapping[str, object], values: dict[str, Any], ranks: int) -
 def check_promises(config: OffloadConfig, promises: Promises) -> None:
     """Check that an engine with these promises supports the settings.
 
-    Checksums are compared after a load, so the engine must be able to recompute a corrupt block.
-
     Raises:
-        ConfigError: a setting is not supported.
+        ConfigError: `verify` is on, but the engine cannot recompute a corrupt block.
     """
     if config.verify != "off" and not promises.recovers_loads:
         problem = (
@@ -260,18 +263,18 @@ def check_promises(config: OffloadConfig, promises: Promises) -> None:
 
 
 def _shown(value: object) -> str:
-    """Return a value as shown in an error, at most `_LONGEST_SHOWN` characters long."""
+    """Return a value's text for an error, shortened and without a URL's credentials."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # too many digits for Python to print, or nested too deep
         return f"a {type(value).__name__} that is too large to show"
-    text = re.sub(r"//.*@", "//...@", text)  # hide the credentials in a URL
+    text = re.sub(r"//.*@", "//...@", text)
     text = re.sub(r"(//.*?[?#]).*", r"\1...", text)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _nearest(name: object) -> str | None:
-    """Return the valid key that an unknown key probably means."""
+    """Return the valid key that an unknown key resembles most, or None."""
     if name in _RENAMED:
         return _RENAMED[name]
     known = [*SETTINGS, *ALIASES, *_TYPES_OF_VLLM]
@@ -292,12 +295,12 @@ def _as_path(_: type, value: object) -> Path:
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One key of the settings.
+    """The description of one settings key.
 
     Args:
-        type: the type that `msgspec.convert` converts a value to.
-        allowed: the allowed values.
-        default: the default, or what happens without the key if there is no default.
+        type: the type to which `msgspec.convert` converts the key's value.
+        allowed: the allowed values, as text.
+        default: the default as text, or the effect of leaving the key out.
         meaning: what the key sets.
     """
 
@@ -309,7 +312,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 def _setting(field: msgspec.structs.FieldInfo) -> Setting:
     *limits, key = field.type.__metadata__
-    # a setting with a default of None is typed `kind | None`
+    # The type of a setting with a default of None is `kind | None`.
     kind = field.type if limits else get_args(field.type.__origin__)[0]
     if field.default in (None, msgspec.NODEFAULT):
         default = key.extra["unset"]

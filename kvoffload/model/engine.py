@@ -15,10 +15,10 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """What an engine promises: the flags of the adapter contract.
+    """An engine's promises: the flags of the adapter contract.
 
     Args:
-        can_wait: a lookup may answer "not yet", and the engine then asks again later.
+        can_wait: a lookup may answer "not yet", after which the engine looks up again later.
         recovers_loads: the engine recomputes the tokens of a failed load.
         hands_off_states: the engine reports in each step the recurrent states that the step completes.
     """
@@ -30,13 +30,13 @@ class Promises:
 
 @dataclass(frozen=True, slots=True)
 class EngineIdentity:
-    """Names the engine in logs and metrics. No decision depends on these values.
+    """Names the engine in logs and metrics. No decision depends on the names.
 
     Args:
         name: the engine's name.
         version: the engine's version.
         model: the model's path or name, as passed to the engine.
-        index: this engine's number in its data-parallel server.
+        index: the engine's number in its data-parallel server, from 0.
     """
 
     name: str = "unknown"
@@ -54,9 +54,9 @@ class EngineShape:
         ranks: the number of workers; each has its own shard of every block.
         device_blocks: the number of blocks in the device's pool.
         step_tokens: the maximum number of tokens that one step computes.
-        match_tokens: the length of a hit must be a multiple of this many tokens; 0 means the least common multiple of
+        match_tokens: every hit's length is a multiple of this many tokens; 0 stands for the least common multiple of
             the groups' block sizes.
-        promises: what the engine promises.
+        promises: the engine's promises.
     """
 
     groups: tuple[GroupSpec, ...]
@@ -81,49 +81,45 @@ class EngineShape:
 
     @cached_property
     def alignment(self) -> int:
-        """Return the alignment of hits: every hit's length is a multiple of this many tokens."""
+        """Return the number of tokens of which every hit's length is a multiple."""
         return self.match_tokens or math.lcm(*(group.block_tokens for group in self.groups))
 
     @cached_property
     def is_one_full_group(self) -> bool:
-        """Return whether there is a single full-attention group in which any block can end a hit, as in most models."""
+        """Return whether the model has a single full-attention group, in which a hit can end after any block."""
         group = self.groups[0]
         is_plain = group.kind is AttentionKind.FULL and not group.has_lookahead
         return len(self.groups) == 1 and is_plain and self.alignment == group.block_tokens
 
     @cached_property
     def block_tokens(self) -> int:
-        """Return the tokens per block if all groups have the same number and none is recurrent, else 0."""
+        """Return the tokens per block if all groups have equal blocks and none is recurrent, else 0."""
         sizes = {group.block_tokens for group in self.groups}
         return 0 if self.state_key_ends or len(sizes) > 1 else min(sizes)
 
     @cached_property
     def state_key_ends(self) -> frozenset[bytes]:
-        """Return the last bytes of the keys of recurrent states; empty if the engine has none."""
+        """Return the endings by which the keys of recurrent states are recognized, one per recurrent group."""
         return frozenset(group.key_end for group in self.groups if group.kind is AttentionKind.RECURRENT)
 
     @property
     def lease_limit(self) -> int:
-        """Return how many device blocks stores may lease together: a quarter of the pool. Requests keep the rest."""
+        """Return how many device blocks open stores may lease together: a quarter of the pool."""
         return max(self.device_blocks // 4, 1)
 
     @property
     def stall_limit(self) -> int:
-        """Return how many device blocks several abandoned copies may lease together: an eighth of the pool."""
+        """Return how many device blocks abandoned copies may lease together: an eighth of the pool."""
         return self.device_blocks // 8
 
     @property
     def turnover_blocks(self) -> int:
-        """Return the maximum number of device blocks that a step allocates to one request.
-
-        A step's total over all requests is usually no larger.
-        """
+        """Return how many device blocks a step allocates at most to one request, and usually to all requests."""
         return sum(self._turnover_of(group) for group in self.groups)
 
     def _turnover_of(self, group: GroupSpec) -> int:
         blocks = -(-self.step_tokens // group.block_tokens) + 1
-        # However many blocks the tokens fill, a recurrent group uses two: one for the running state, one for a state to
-        # keep.
+        # A recurrent group never needs more than two blocks: one for the running state and one for a state to keep.
         return min(blocks, 2) if group.kind is AttentionKind.RECURRENT else blocks
 
     def count_states(self, keys: Iterable[BlockKey | None]) -> int:
@@ -134,23 +130,23 @@ class EngineShape:
 
 @runtime_checkable
 class AuditsLeases(Protocol):
-    """An optional ability of a block pool: compare leases with the engine's reference counts."""
+    """Optional methods of a block pool, for audits."""
 
     def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
-        """Return one line for each block whose reference count contradicts its number of `leases`. Reads only."""
+        """Return one line for each block whose reference count in the engine contradicts its number of leases."""
 
 
 class BlockPool(Protocol):
-    """The engine's pool of device blocks. No call waits."""
+    """The engine's pool of device blocks. No method waits."""
 
     def lease(self, blocks: Sequence[DeviceBlockId]) -> None:
         """Keep the engine from reusing these blocks. Changes the engine's reference counts."""
 
     def release(self, blocks: Sequence[DeviceBlockId]) -> None:
-        """Return leased blocks to the engine, in the order in which they may be reused. Changes reference counts."""
+        """Return leased blocks to the engine, which may reuse them in this order. Changes reference counts."""
 
     def next_evictable(self, count: int) -> Iterable[DeviceBlockId]:
-        """Return up to `count` free blocks in the order in which they will be reused. Reads only."""
+        """Return up to `count` free blocks in the order in which the engine will reuse them. Reads only."""
 
     def free_blocks(self) -> int:
         """Return the number of free blocks. Reads only."""
@@ -162,4 +158,4 @@ class BlockPool(Protocol):
         """
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
-        """Return the block in the device's own index for this key, or None. Reads only."""
+        """Return the block that the engine's prefix cache has for this key, or None. Reads only."""

@@ -15,7 +15,7 @@ class ConfigError(KVOffloadError):
     """Raised when settings cannot be used; the operator must change them.
 
     Args:
-        problems: one sentence for each problem; all are reported at once.
+        problems: one sentence for each problem.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -24,7 +24,7 @@ class ConfigError(KVOffloadError):
 
 
 class EngineContractError(KVOffloadError):
-    """Raised when an engine provides less than offloading needs; the adapter's author must act."""
+    """Raised when an engine provides less than offloading needs; the adapter's author must extend the adapter."""
 
 
 class IllegalTransition(KVOffloadError):
@@ -32,8 +32,8 @@ class IllegalTransition(KVOffloadError):
 
     Args:
         machine: the machine's name.
-        state: the machine's state, which is unchanged.
-        event: the event.
+        state: the current state, which stays.
+        event: the illegal event.
     """
 
     def __init__(self, machine: str, state: object, event: object) -> None:
@@ -45,26 +45,23 @@ class HostMemoryError(KVOffloadError):
 
 
 class HostMemoryBusy(HostMemoryError):
-    """Raised when host memory cannot be allocated or pinned now; trying again later may succeed."""
+    """Raised when host memory cannot be allocated or pinned now. A later attempt may succeed."""
 
 
 class CopyError(KVOffloadError):
-    """Raised when a copy fails; the job fails and the engine recomputes."""
+    """Raised when a copy fails. The job then fails, and the engine recomputes the tokens of a failed load."""
 
 
 class DeviceLost(CopyError):
-    """Raised when the device can execute nothing more for this process, so that no copy is running."""
+    """Raised when the device executes nothing more for this process. No copy is running any more."""
 
 
 class DiskError(KVOffloadError):
-    """Raised when the disk tier's files cannot be used; the operator must act.
-
-    The engine continues without the tier.
-    """
+    """Raised when the disk tier's files cannot be used. The engine continues without the disk until a restart."""
 
 
 class RemoteError(KVOffloadError):
-    """Raised when the remote tier fails or cannot be reached; `fault` is the kind of failure, for metrics."""
+    """Raised when the remote tier fails or cannot be reached. `fault` is the metrics label of the failure."""
 
     def __init__(self, message: str, fault: RemoteFault = RemoteFault.OTHER) -> None:
         self.fault = fault
@@ -72,12 +69,9 @@ class RemoteError(KVOffloadError):
 
 
 class RemoteGone(RemoteError):
-    """Raised when the connection to the remote tier has ended; the next call needs a new one."""
+    """Raised when the connection to the remote tier has ended, so that the next call must connect again."""
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's text.
-
-    The text starts with the error's class, unless the error is an `OSError` or a `KVOffloadError`.
-    """
+    """Return an error's text, with the name of its class unless it is an `OSError` or a `KVOffloadError`."""
     return str(error) if isinstance(error, (OSError, KVOffloadError)) else f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""Events: what the core decided or found out. Event names are in the past tense.
+"""Events: the core's decisions and findings, which counters, the journal and other observers read.
 
-There is one event per job, request or step, never one per block. Events hold ids, counts and enums, but no tokens,
-prompt text or keys. Counters, the journal and every observer read them.
+There is one event per job, request or step, never one per block. Events contain ids, counts and enums, but no tokens,
+prompt text or keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from kvoffload.model.wire import Direction, Tier
 
 
 class Event(Message, frozen=True, forbid_unknown_fields=True):
-    """Base of all events. A journal line must have exactly the fields of its event."""
+    """Base of all events. A journal line has exactly its event's fields, and the reader rejects other lines."""
 
 
 class HitPinned(Event, frozen=True):
@@ -47,11 +47,11 @@ class HitDropped(Event, frozen=True):
 
 
 class LookupDeferred(Event, frozen=True):
-    """A lookup answered "not yet" because the prefix is being copied to device or host. Reported once per wait.
+    """A lookup answered "not yet", because a load or fetch of the prefix is running. Reported once per wait.
 
     Args:
         request: the request that must wait.
-        owner: the other request that loads the prefix; None if the prefix is fetched from a lower tier.
+        owner: the request that loads the prefix; None if the prefix is fetched from a lower tier.
     """
 
     request: RequestId
@@ -65,14 +65,13 @@ class LookupAnswered(Event, frozen=True):
         request: the request that was admitted.
         device_tokens: tokens found on the device; their blocks are not counted.
         hit_blocks: block positions found on the host and accepted by the engine.
-        miss_blocks: the other block positions; the first missed for `cause`, all later positions for `behind_miss`.
+        miss_blocks: block positions after the hit. The first missed because of `cause`, the others are behind a miss.
         hit_tokens: tokens in the hit positions.
         miss_tokens: tokens in the missed positions.
-        cause: why the first missing position missed; None when nothing missed.
-        fetched_tokens: tokens of the hit that were fetched from a lower tier for this request; computed from the share
-            of the hit's blocks that were fetched.
-        fetched_from: the tier that the `fetched_tokens` came from, or the last of several such tiers; None without
-            fetched tokens.
+        cause: why the first missed position missed; None if no position missed.
+        fetched_tokens: tokens of the hit that were fetched from a lower tier for this request, estimated from the share
+            of fetched blocks.
+        fetched_from: the tier of the last fetch for this request; None without a fetch.
     """
 
     request: RequestId
@@ -87,17 +86,14 @@ class LookupAnswered(Event, frozen=True):
 
 
 class BoundaryAsked(Event, frozen=True):
-    """An admitted request lacks only the recurrent state after `tokens` tokens.
-
-    The engine is asked to keep this state.
-    """
+    """The engine was asked for the recurrent state after `tokens` tokens: a longer hit lacks only this state."""
 
     request: RequestId
     tokens: int
 
 
 class BoundaryMade(Event, frozen=True):
-    """The engine handed off the recurrent state after `tokens` tokens, as requested."""
+    """The engine handed off the recurrent state after `tokens` tokens that `BoundaryAsked` reported."""
 
     request: RequestId
     tokens: int
@@ -111,10 +107,7 @@ class StatesCopied(Event, frozen=True):
 
 
 class LoadScheduled(Event, frozen=True):
-    """A load was scheduled.
-
-    The load's `slots` stay pinned and its device blocks stay leased until every rank has ended the copy.
-    """
+    """A load was scheduled. Its slots are pinned and its device blocks leased until every rank has ended its copy."""
 
     job: JobId
     request: RequestId
@@ -126,8 +119,8 @@ class LoadScheduled(Event, frozen=True):
 class LoadEnded(Event, frozen=True):
     """A load has ended: the request continues with the loaded blocks, or recomputes them.
 
-    `blocks` is how many blocks had this `outcome`. If a load was corrupt, a second event reports its intact blocks as
-    failed.
+    `blocks` is the number of blocks with this `outcome`. A corrupt load has two events: one counts its corrupt blocks,
+    and one counts its other blocks as failed.
     """
 
     job: JobId
@@ -137,27 +130,27 @@ class LoadEnded(Event, frozen=True):
 
 
 class BlocksOffered(Event, frozen=True):
-    """Computed blocks were offered to the host in this step."""
+    """Computed blocks were offered to the host."""
 
     blocks: int
 
 
 class StoreScheduled(Event, frozen=True):
-    """Blocks were leased and assigned slots, and their job was planned."""
+    """A store was planned: its device blocks are leased, and host slots are reserved."""
 
     job: JobId
     blocks: int
 
 
 class StoreEnded(Event, frozen=True):
-    """The final outcome of `blocks` offers is known."""
+    """Offers got their final outcome; `blocks` is the number of these offers."""
 
     outcome: StoreOutcome
     blocks: int
 
 
 class RankReported(Event, frozen=True):
-    """One rank ended its part of a job. The job copies between device and host, or between host and a lower tier."""
+    """One rank ended its part of a job; `tier` is the lower of the two tiers between which the job copies."""
 
     job: JobId
     rank: Rank
@@ -170,14 +163,14 @@ class RankReported(Event, frozen=True):
 
 
 class TierCopyScheduled(Event, frozen=True):
-    """Blocks were scheduled for a copy between host and a lower tier.
+    """A copy between the host and a lower tier was scheduled.
 
     Args:
         job: the job.
-        direction: STORE to the lower tier, LOAD from it.
-        blocks: how many blocks.
-        request: for a fetch, the request that needs the blocks; None for a warm start.
-        tokens: for a fetch, how many tokens it adds to the request's hit.
+        direction: STORE to the lower tier, or LOAD from the lower tier.
+        blocks: how many blocks the job copies.
+        request: the request that needs the fetched blocks; None for a warm start or a spill.
+        tokens: how many tokens the fetched blocks add to the request's hit; 0 without a request.
         tier: the lower tier.
     """
 
@@ -190,7 +183,7 @@ class TierCopyScheduled(Event, frozen=True):
 
 
 class TierCopyEnded(Event, frozen=True):
-    """The outcome of a copy between host and a lower tier is known; `copy_s` is the time of the slowest rank so far."""
+    """A copy between the host and a lower tier has an outcome; `copy_s` is the slowest reporting rank's time."""
 
     job: JobId
     direction: Direction
@@ -201,10 +194,7 @@ class TierCopyEnded(Event, frozen=True):
 
 
 class JobAbandoned(Event, frozen=True):
-    """A copy did not end in time.
-
-    The copy's device blocks stay leased until the copy ends; its slots are never used again.
-    """
+    """A copy did not end in time. Its device blocks stay leased until it ends, and its slots are never used again."""
 
     job: JobId
     direction: Direction
@@ -226,10 +216,7 @@ class CopiesStalled(Event, frozen=True):
 
 
 class CopiesResumed(Event, frozen=True):
-    """Enough abandoned copies have ended, so new copies start again.
-
-    The remaining abandoned copies lease `blocks` device blocks.
-    """
+    """New copies start again, because abandoned copies have ended. The others still lease `blocks` device blocks."""
 
     blocks: int
 
@@ -237,7 +224,7 @@ class CopiesResumed(Event, frozen=True):
 class BlocksEvicted(Event, frozen=True):
     """Blocks left the host.
 
-    `age_s` is the time in seconds since the latest use of any of these blocks; 0 unless they were evicted for space.
+    `age_s` is the number of seconds since the most recent use of any of the blocks; 0 unless evicted for space.
     """
 
     tier: ClassVar[Tier] = Tier.HOST
@@ -255,7 +242,7 @@ class DiskBlocksEvicted(Event, frozen=True):
 
 
 class BlocksZeroed(Event, frozen=True):
-    """Entries in requests' block tables were cleared, because the engine reused their blocks."""
+    """Entries of requests' block tables were zeroed, because the engine has reallocated the blocks they named."""
 
     blocks: int
 
@@ -267,10 +254,10 @@ class CapacityGrown(Event, frozen=True):
 
 
 class DiskOpened(Event, frozen=True):
-    """The disk's whole index was read, and the disk can be used.
+    """The disk's index was read completely, and the disk can be used.
 
     Args:
-        slots: slots in each rank's file.
+        slots: the number of slots in each rank's file.
         blocks: how many of the slots contain a block that can hit.
     """
 
@@ -286,10 +273,10 @@ class ResetStarted(Event, frozen=True):
     """The cache was reset. Lookups no longer find anything computed before the reset.
 
     Args:
-        epoch: number of resets so far.
-        dropped_blocks: blocks removed from the index.
-        draining_blocks: slots still under a running copy.
-        open_jobs: running jobs that were not abandoned; if there are any, the reset call returned False.
+        epoch: how many resets there have been, including this one.
+        dropped_blocks: how many blocks were removed from the host's index.
+        draining_blocks: how many of the host's slots running copies still use.
+        open_jobs: how many jobs were running and not abandoned; if not 0, the reset call returned False.
     """
 
     epoch: int
@@ -302,8 +289,8 @@ class ResetEnded(Event, frozen=True):
     """All jobs that were running at a reset have ended or were abandoned. Resets in quick succession share one event.
 
     Args:
-        epoch: the number of the last reset.
-        abandoned_jobs: jobs whose copies did not end in time; their memory stays quarantined.
+        epoch: the number of the last reset, counted from 1.
+        abandoned_jobs: how many jobs did not end in time; their slots stay quarantined.
     """
 
     epoch: int
@@ -311,7 +298,7 @@ class ResetEnded(Event, frozen=True):
 
 
 class FactRejected(Event, frozen=True):
-    """The engine reported something that its contract does not allow; the report was ignored."""
+    """A report of the engine was ignored, because it broke the adapter contract."""
 
     cause: RejectionCause
     request: RequestId | None = None
@@ -325,19 +312,19 @@ class OffloadingDegraded(Event, frozen=True):
 
 
 class FirstTokenReached(Event, frozen=True):
-    """A request has its first token. This is noticed in the engine's next step.
+    """A request has its first token. The event comes with the engine's next step.
 
     The four token counts add up to the length of the request's prompt.
 
     Args:
         request: the request.
-        found: where the request's last lookup found blocks.
-        seconds: time since the engine reported the request.
+        found: the lowest place in which the request's last lookup found blocks.
+        seconds: time to first token, from the engine's report of the request.
         device_tokens: prompt tokens that the device held.
         host_tokens: prompt tokens loaded from the host, not counting fetched tokens.
         fetched_tokens: prompt tokens loaded after a fetch from a lower tier for this request.
         computed_tokens: all other prompt tokens, including the tokens of a failed load.
-        fetched_from: the tier of `fetched_tokens`; None if there are none.
+        fetched_from: the tier of the last fetch for this request; None without a fetch.
     """
 
     request: RequestId
@@ -354,9 +341,9 @@ class NetBenefitTurned(Event, frozen=True):
     """The net benefit of offloading changed from gain to loss or back.
 
     Args:
-        is_negative: whether offloading now costs more seconds than it saves.
+        is_negative: True if offloading cost more seconds than it saved in the last period.
         net_s: seconds saved minus seconds lost in the period.
-        period_s: the period's length.
+        period_s: the period's length in seconds.
     """
 
     is_negative: bool

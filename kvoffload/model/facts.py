@@ -1,4 +1,4 @@
-"""Facts: what an engine reports. Fact names are in the past tense. Each fact class has one handler in the core."""
+"""Facts: an engine's reports, and those about its workers and tiers. Each fact class has one handler in the core."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class RequestSeen(Fact, frozen=True):
     Args:
         request: the request's id.
         prompt_tokens: tokens that must be computed or found before the first new token.
-        keys: per group, the keys of the whole blocks known so far.
+        keys: per group, the keys of the prompt's whole blocks.
         reads_cache: False if the request asked not to read cached blocks.
-        persists: True if the request's KV depends only on its keys and the engine's fingerprint, so that lower tiers
-            may store this KV.
+        persists: True if lower tiers may store the request's KV, because it depends only on its keys and the engine's
+            fingerprint.
     """
 
     request: RequestId
@@ -34,13 +34,13 @@ class RequestSeen(Fact, frozen=True):
 
 
 class BlocksAllocated(Fact, frozen=True):
-    """The engine gave a request a new block table, which ends the request's pending hit.
+    """The engine gave a request a new block table. The request's pending hit is loaded or dropped.
 
     Args:
         request: the request.
-        tables: per group, the block of each position; the null block if there is none.
-        device_tokens: tokens found in the device's own prefix cache; the blocks after them are new.
-        external_tokens: further tokens that the engine now expects from the host; often 0.
+        tables: per group, the block of each position, or the null block for a position without a block.
+        device_tokens: tokens found in the device's own prefix cache. The blocks after these tokens are new.
+        external_tokens: tokens after `device_tokens` that the engine expects from the host; often 0.
     """
 
     request: RequestId
@@ -52,10 +52,8 @@ class BlocksAllocated(Fact, frozen=True):
 class Progress(NamedTuple):
     """The tokens, blocks and keys that one request gained since its last report.
 
-    Requests that gained nothing are left out.
-
-    A report may be delayed for several steps, as long as these steps compute fewer tokens than the smallest block has.
-    Blocks that are reported late are stored late, and are in `reallocated` of the step that allocated them.
+    A report may be delayed for several steps if the request gains fewer tokens than the smallest block has. Blocks that
+    are reported late are stored late. The step that allocated them lists them in `reallocated`.
 
     Args:
         request: the request.
@@ -71,14 +69,14 @@ class Progress(NamedTuple):
 
 
 class StateHandedOff(NamedTuple):
-    """A recurrent state that the step's forward pass completes and that no later pass rewrites.
+    """A recurrent state that a step's forward pass completes and that no later pass rewrites.
 
     Args:
         request: the request.
-        group: the state's group.
-        position: position of the block that holds the state; the state covers all tokens up to the end of this block.
-        key: the block's key.
-        block: the device block that holds the state.
+        group: the number of the recurrent group.
+        position: the position of the state's block. The state covers all tokens up to the end of this position.
+        key: the key of the state's block.
+        block: the device block that contains the state.
     """
 
     request: RequestId
@@ -96,12 +94,12 @@ class StepScheduled(Fact, frozen=True):
         progress: requests with new tokens, blocks or keys, and requests that run for the first time after a load, even
             if they got no new blocks.
         preempted: requests that lost their blocks since the last step.
-        reallocated: allocated blocks that are not in `progress`: blocks in no table, such as copy-on-write targets, and
-            blocks of requests whose progress is reported later.
+        reallocated: blocks that the step allocated and `progress` lacks: blocks in no table, such as copy-on-write
+            targets, and blocks of requests whose progress is reported later.
         prefill_tokens: tokens computed for requests that compute more than one token in the step.
-        decode_tokens: tokens computed for the other requests, one per request.
-        states: recurrent states that the step completes, each reported once (`Promises.hands_off_states`). The new keys
-            of their requests are in `progress`.
+        decode_tokens: the number of requests that compute a single token in the step.
+        states: recurrent states that the step completes, each reported once (`Promises.hands_off_states`). `progress`
+            has the new keys of the states' requests.
     """
 
     step: int
@@ -125,9 +123,9 @@ class RequestEnded(Fact, frozen=True):
         request: the request.
         confirmed_tokens: tokens known to have been computed, from the start of the prompt.
         new_keys: per group, keys of whole blocks not reported before.
-        holds_blocks: False if the engine has already freed the request's blocks, which happens when a preempted request
-            is aborted.
-        new_blocks: per group, blocks at the end of the request's table that were not reported before.
+        holds_blocks: False if the engine has already freed the request's blocks, as when a preempted request is
+            aborted.
+        new_blocks: per group, the blocks at the end of the request's table that were not reported before.
     """
 
     request: RequestId
@@ -153,10 +151,10 @@ class DiskRestored(Fact, frozen=True):
     """A part of the disk's index was read. Together, the parts list each slot once.
 
     Args:
-        slots: how many slots of each rank's file have been announced so far.
+        slots: the number of slots of each rank's file that the parts so far, including this one, cover.
         puts: blocks with their slots, the least recently used first.
         free: empty slots.
-        is_last: the index is complete, and the tier can be used.
+        is_last: True for the last part, after which the disk can be used.
     """
 
     slots: int
@@ -170,10 +168,10 @@ class DiskClosed(Fact, frozen=True):
 
 
 class RemoteOpened(Fact, frozen=True):
-    """The remote tier can be used.
+    """The remote tier can be used, or its namespace has changed.
 
     Args:
-        namespace: the namespace in which this engine finds and writes blocks from now on.
+        namespace: the namespace in which this engine reads and writes blocks from now on.
     """
 
     namespace: str
@@ -189,10 +187,10 @@ class RemoteAnswered(Fact, frozen=True):
     Args:
         request: the request.
         namespace: the namespace in which the blocks were looked up.
-        found: blocks that the remote tier claims to have. This is a hint; a read may still fail.
-        missing: blocks that the tier claims not to have.
+        found: blocks that the remote tier reports as present. This is a hint: a read may still fail.
+        missing: blocks that the remote tier reports as absent.
         unanswered: how many blocks have no answer, because the call failed or was not made.
-        seconds: how long the call took.
+        seconds: how long the call took, in seconds.
     """
 
     request: RequestId
@@ -204,11 +202,11 @@ class RemoteAnswered(Fact, frozen=True):
 
 
 class CacheReset(Fact, frozen=True):
-    """The operator asked to invalidate everything computed so far."""
+    """The operator reset the cache: lookups must find nothing computed before."""
 
 
 class InvariantBroken(Fact, frozen=True):
-    """An invariant is broken, or a state handler raised."""
+    """An audit found a broken invariant, a state handler raised, or a worker cannot copy any more."""
 
     cause: DegradeCause
     detail: str

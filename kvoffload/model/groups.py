@@ -10,7 +10,7 @@ from kvoffload.model.ids import GroupId
 
 
 class AttentionKind(Enum):
-    """Which earlier tokens a layer reads."""
+    """How far back a layer reads."""
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
@@ -26,9 +26,9 @@ class GroupSpec:
         group: the group's number, which is also its index in every per-group tuple.
         kind: the attention kind of the group's layers.
         block_tokens: tokens in one block of the group.
-        reach_tokens: the window or the chunk in tokens, including the token itself; None for full and recurrent.
-        has_lookahead: a speculative draft model reads one block ahead, so the last matched block cannot be used.
-        key_number: the number at the end of the group's keys; by default `group`.
+        reach_tokens: the size of the window or chunk in tokens, including the reading token; None for other kinds.
+        has_lookahead: True if a draft model reads one block past a hit, so that the last matched block is computed.
+        key_number: the number that the group's keys end with; by default `group`.
     """
 
     group: GroupId
@@ -54,12 +54,12 @@ class GroupSpec:
 
     @property
     def key_end(self) -> bytes:
-        """Return the last bytes of the group's keys."""
+        """Return the bytes that all keys of the group end with."""
         return (self.group if self.key_number is None else self.key_number).to_bytes(4, "big")
 
     @property
     def recycles_blocks(self) -> bool:
-        """Return whether the engine frees blocks of this group while the request runs."""
+        """Return whether the engine frees blocks of the group while their request runs."""
         return self.kind is not AttentionKind.FULL
 
     def first_needed_token(self, length: int) -> int:

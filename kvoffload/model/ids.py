@@ -1,4 +1,4 @@
-"""Identifiers. Packages pass these types to each other, never a bare int or bytes."""
+"""Types of ids. Functions of other packages take and return these types, never a bare int or bytes."""
 
 from __future__ import annotations
 

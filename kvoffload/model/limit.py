@@ -1,10 +1,10 @@
-"""A limit on copies in flight that adapts to how much these copies disturb other work."""
+"""A limit on copies in flight that adapts to the conflicts of these copies with other work."""
 
 from __future__ import annotations
 
 from math import inf
 
-# A copy is slow if it takes more than this many times as long as the best one; undisturbed copies vary less.
+# A copy is slow if it takes more than this many times as long as the fastest. Undisturbed copies vary less.
 _SLOW = 2.0
 # The best speed decays by this factor with each copy, so that one fast outlier does not count forever.
 _FORGET = 0.98
@@ -17,11 +17,11 @@ class AdaptiveLimit:
     pass on the same memory. Two observations show such a conflict:
 
     * a load was pending when a copy ended, so the load and the copy ran at the same time;
-    * a copy took twice as long as the best of its kind, so other work uses the same link, perhaps in another process.
+    * a copy took twice as long as the fastest of its kind, so other work, perhaps of another process, uses the link.
 
     Either observation halves the limit. Copies that began before the halving cannot halve the limit again. A copy that
-    ends undisturbed raises the limit by one step. So an occasional load hardly matters, and during continuous loads a
-    few copies still run.
+    ends undisturbed raises the limit by one step. So an occasional load costs little, and during continuous loads a few
+    copies still run.
 
         most   ────╮          ╭──────        while the limit is low, a queued store starts only after the previous one
                    ╰─╮     ╭──╯              has ended, so the link is free in between
@@ -30,9 +30,9 @@ class AdaptiveLimit:
     Callers must serialize calls; any thread may read `value`.
 
     Args:
-        most: the highest value, which is also the initial one.
-        least: the lowest value.
-        step: how much an undisturbed copy adds.
+        most: the highest and the initial value of the limit.
+        least: the lowest value of the limit.
+        step: how much an undisturbed copy adds to the limit.
     """
 
     def __init__(self, most: float, least: float, step: float) -> None:
@@ -45,7 +45,7 @@ class AdaptiveLimit:
 
     @property
     def share(self) -> float:
-        """Return the current limit as a share of the highest limit."""
+        """Return the current limit divided by the highest limit."""
         return self.value / self._most
 
     def ended(
@@ -62,13 +62,13 @@ class AdaptiveLimit:
         """Adapt the limit to a copy that succeeded.
 
         Args:
-            size: how much was copied, in any unit.
-            seconds: how long the copy took; 0 if that is unknown.
-            kind: only copies of the same kind are compared with each other.
-            began: when the copy began, by any clock.
-            now: when its end was noticed, by the same clock.
-            beside_load: whether a load was pending when the copy ended.
-            noise_s: time other than copying that `seconds` may include.
+            size: how much was copied, in the same unit at each call.
+            seconds: the copy's duration; 0 if unknown.
+            kind: a number; copies with different numbers are not compared.
+            began: when the copy began, by any clock that never goes back.
+            now: when the copy's end was noticed, by the same clock.
+            beside_load: True if a load was pending when the copy ended.
+            noise_s: how many of the `seconds` may not have been spent copying.
         """
         if not self._is_slow(size, seconds, kind, noise_s) and not beside_load:
             self.value = min(self.value + self._step, self._most)

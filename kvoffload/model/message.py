@@ -6,10 +6,8 @@ from msgspec import Struct
 
 
 class Message(Struct, frozen=True, gc=False):
-    """An immutable value. Hooks build dozens of these per request.
+    """An immutable value. Hooks build dozens of messages per request.
 
-    Building a frozen dataclass takes seven times as long.
-
-    The garbage collector skips messages. Messages cannot be part of a cycle, because they contain only ids, counts,
-    enums and tuples of these.
+    Building a frozen dataclass would take seven times as long. The garbage collector ignores messages, which cannot be
+    part of a cycle: they contain only ids, counts, enums and tuples.
     """

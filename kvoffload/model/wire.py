@@ -1,4 +1,4 @@
-"""Small, picklable messages between the scheduler's process and the workers, and records of the disk's index."""
+"""Picklable messages between the scheduler's process and the workers, and records of the disk's index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Direction(Enum):
 
 
 class Tier(Enum):
-    """Where blocks are stored: one end of a job's copies, and a label of metrics."""
+    """A tier of storage. Jobs copy blocks between two tiers, and the tier is a label of metrics."""
 
     DEVICE = "device"
     HOST = "host"
@@ -35,9 +35,9 @@ ExtraT = TypeVar("ExtraT")
 
 
 class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
-    """One job. After every rank has succeeded, host slot `slots[i]` and `targets[i]` contain the same block.
+    """A job. After every rank has copied its shards, host slot `slots[i]` and `targets[i]` contain the same block.
 
-    Every rank copies its own shard of every block. `slots` and `targets` have the same length, at least 1.
+    `slots` and `targets` have the same length, at least 1.
 
         tier     targets                        extra
         HOST     device blocks                  the request that waits for the load; None for a store
@@ -46,11 +46,11 @@ class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
 
     Args:
         id: the job's id.
-        direction: STORE away from the device, LOAD towards it.
-        tier: the lower end of the job's copies; HOST for copies between device and host.
-        slots: host slots.
-        targets: the other ends of the copies.
-        extra: further data for the workers; see the table.
+        direction: STORE away from the device, or LOAD towards the device.
+        tier: the lower of the two tiers; HOST for copies between device and host.
+        slots: the host slots.
+        targets: the other end of each copy, as listed in the table.
+        extra: further data for the workers, as listed in the table.
     """
 
     id: JobId
@@ -68,12 +68,12 @@ AnyJob: TypeAlias = CopyJob[Any, Any]
 
 
 class TransferPlan(Message, frozen=True):
-    """The copies decided in one step. Workers submit loads before stores.
+    """The copies that the scheduler planned in one step. Workers submit loads before stores.
 
     Args:
         loads, stores: jobs between device and host.
         disk: jobs between host and disk.
-        cancelled: fetches from earlier plans; workers skip any of their reads that have not started.
+        cancelled: cancelled fetches of earlier plans. Workers skip the reads of these fetches that have not started.
         remote: jobs between host and remote tier.
     """
 
@@ -98,17 +98,18 @@ class JobReport(Message, frozen=True):
     Args:
         job: the job.
         direction: the job's direction.
-        outcome: how this rank's part of the job ended. After this report the rank touches none of the job's slots and
-            blocks, except those in `stuck`.
-        copied_bytes: bytes that this rank copied; 0 if its part of the job failed.
-        queue_s: seconds between submission and report in which nothing was copied, including the time for checksums and
-            the delay until the end was noticed.
+        outcome: how this rank's part of the job ended. After the report the rank uses the job's slots and blocks no
+            more, except at positions in `stuck`.
+        copied_bytes: how many bytes the rank copied; 0 if its part of the job failed.
+        queue_s: seconds from submission to report, except those spent copying: waiting, checksums, and the delay until
+            the end was noticed.
         copy_s: seconds spent copying.
-        corrupt: positions in the job whose bytes were found corrupt.
-        sums: after a successful spill, a checksum of this rank's shard of each block.
-        stuck: positions that a hung disk call may still write: file slots for a spill, host slots for a fetch.
-        missing: positions for which the remote tier has no value after a fetch or a spill. A successful job has copied
-            all other positions.
+        corrupt: positions in the job whose bytes the rank found corrupt.
+        sums: after a successful spill, the checksum of the rank's shard of each block.
+        stuck: positions in the job that a hung disk call may still write: file slots for a spill, host slots for a
+            fetch.
+        missing: positions in the job for which the remote tier has no value. A successful job has copied all other
+            positions.
     """
 
     job: JobId
@@ -127,7 +128,7 @@ class DiskFile(Message, frozen=True):
     """A rank's slot file.
 
     Args:
-        file_id: random bytes that identify the file even if it is renamed.
+        file_id: random bytes in the file that identify it even after it is renamed.
         slots: how many slots the file has.
     """
 
@@ -136,21 +137,22 @@ class DiskFile(Message, frozen=True):
 
 
 class TransferReport(Message, frozen=True):
-    """What one rank reports after a step. A duplicate report changes nothing.
+    """One rank's report after a step. A duplicate report changes nothing.
 
     Args:
         rank: the reporting rank.
         jobs: the jobs that ended on this rank since its last report.
-        ready_slots: how many host slots this rank has ready; never decreases.
-        store_share: the rank's current limit on store bytes in flight, as a share of its highest limit; in (0, 1].
-        is_growing: whether the rank is still preparing slots.
-        slot_bytes: bytes of one host slot on this rank.
-        wanted_slots: how many host slots this rank will have once all are ready.
-        lost: why this rank's process can no longer use the device; None while it can.
-        disk_works: False if this rank's slot file cannot be opened, a call on it hangs, or too many calls have failed.
-        disk_file: this rank's slot file, once it is open.
-        remote_works: whether the remote tier answers this rank's calls.
-        remote_faults: failed calls and refused writes of this rank so far, in the order of `RemoteFault`.
+        ready_slots: how many host slots the rank has ready; never decreases.
+        store_share: the rank's current limit on store bytes in flight, divided by its highest limit; in (0, 1].
+        is_growing: True while the rank prepares host slots.
+        slot_bytes: the size of one host slot on the rank, in bytes.
+        wanted_slots: how many host slots the rank will have when all are ready.
+        lost: why the rank's process can no longer use the device; None while the device works.
+        disk_works: False if the rank cannot open its slot file, if a call on the file hangs, or if too many calls have
+            failed.
+        disk_file: the rank's slot file; None until the file is open.
+        remote_works: True if the remote tier answers the rank's calls.
+        remote_faults: for each `RemoteFault`, in order, how many calls of the rank have failed or were refused so far.
     """
 
     rank: Rank
@@ -171,12 +173,12 @@ class TransferReport(Message, frozen=True):
 
 
 class Put(Message, frozen=True):
-    """Every rank has written a block into this slot of its file.
+    """Every rank has written its shard of a block into the same slot of its file.
 
     Args:
-        slot: the slot's number.
+        slot: the number of the slot in each rank's file.
         key: the block's key.
-        sums: a checksum of each rank's shard.
+        sums: the checksum of each rank's shard.
     """
 
     slot: SlotId
@@ -185,13 +187,13 @@ class Put(Message, frozen=True):
 
 
 class Invalidate(Message, frozen=True):
-    """A slot's block became invalid."""
+    """The block in a slot of the disk became invalid."""
 
     slot: SlotId
 
 
 class Use(Message, frozen=True):
-    """A slot's block was read and is now the most recently used."""
+    """The block in a slot of the disk was read, and became the most recently used."""
 
     slot: SlotId
 

@@ -1,11 +1,11 @@
 """Net benefit: prefill seconds saved, minus seconds that requests waited and seconds that copies added to steps.
 
     saved           loaded tokens times the engine's measured prefill time per token (`PrefillRate`)
-    waited          per request: for its own load, another's load of the same prefix, or a fetch from a lower tier
-    interference    the time that copies add to steps during which they run (`StepTimes`)
+    waited          the waits of requests: for an own load, for another request's load of the same prefix, for a fetch
+    interference    the time that running copies add to steps (`StepTimes`)
 
 All three are computed from facts and events; an adapter only reports how many tokens a step computes. The results are
-estimates: `kvoffload/telemetry/README.md` names their limits.
+estimates, whose limits `kvoffload/telemetry/README.md` describes.
 
 A load of n tokens delays its request by `fixed + n * copy`; computing the tokens takes `n * prefill`. The two are equal
 at `fixed / (prefill - copy)` tokens, the break-even length. Blocks fetched from a lower tier must still be loaded, so
@@ -31,24 +31,24 @@ from kvoffload.telemetry.counters import Histogram
 NEVER_TOKENS = 1_000_000
 """A length longer than any prompt, used when copying is slower than computing at every length."""
 
-# How many recent loads to keep. The median of their fixed times ignores a burst of loads that wait for each other.
+# How many recent loads to keep: so many that a burst of loads that delay each other hardly shifts the median.
 _LOADS = 31
 _STALE_S = 60.0
 
-_LEAST_BLOCKS = 4  # a rate is measured over steps that prefill at least this many blocks
+_LEAST_BLOCKS = 4  # the prefill rate is measured over runs of at least this many blocks
 _LEAST_PERIOD_S = 1.0  # seconds between two updates of the break-even lengths
-_PERIOD_S = 60.0  # the period, in seconds, after which the net benefit is judged
+_PERIOD_S = 60.0  # seconds over which the net benefit must be a loss or a gain to be published
 _MATTERS = 0.01  # a net benefit becomes negative only if the loss exceeds this share of the period
 
 
 class BreakEven:
-    """The break-even length: for more tokens than this, loading is faster than computing.
+    """The break-even length, above which loading is faster than computing, from recent loads or fetches.
 
     One thread adds loads; any thread may call `weigh` and read `tokens`.
     """
 
     def __init__(self) -> None:
-        # Fixed time, copy time and tokens of each load.
+        # For each load: its fixed seconds, its copy seconds and its tokens.
         self._loads: deque[tuple[float, float, int]] = deque(maxlen=_LOADS)
         self._stale_at = -math.inf
         self.tokens = 0
@@ -60,9 +60,9 @@ class BreakEven:
         """Add a load or fetch that succeeded.
 
         Args:
-            now: monotonic seconds.
+            now: the time, in monotonic seconds.
             tokens: how many tokens were copied, at least one.
-            waited_s: seconds from the copy's scheduling until its end was reported.
+            waited_s: seconds from the copy's scheduling to the report of its end.
             copy_s: seconds that one rank spent copying.
         """
         if now > self._stale_at:
@@ -71,11 +71,11 @@ class BreakEven:
         self._loads.append((max(waited_s - copy_s, 0.0), copy_s, tokens))
 
     def weigh(self, seconds_per_token: float, then: BreakEven | None = None) -> None:
-        """Update `tokens`.
+        """Compute `tokens` from the measurements.
 
         Args:
             seconds_per_token: prefill seconds per token; 0 if unknown.
-            then: for fetches, the measurements of the loads that follow them.
+            then: for fetches, the measurements of loads, because a load follows each fetch.
         """
         loads = sorted(self._loads)  # `sorted` makes a copy, because another thread may add loads.
         if not (loads and seconds_per_token):
@@ -89,10 +89,10 @@ class BreakEven:
         self.tokens = min(math.ceil(reached), NEVER_TOKENS)
 
     def least(self, now: float) -> int:
-        """Return the shortest length worth loading now, in tokens; 0 if unknown.
+        """Return the fewest tokens worth loading now; 0 if unknown.
 
-        Measurements expire after a minute. Otherwise one bad minute could stop all loads, and without loads nothing
-        would be measured again.
+        Measurements expire after a minute. Otherwise a minute of slow loads could stop all loads, and the length would
+        never be measured again.
         """
         return self.tokens if now <= self._stale_at else 0
 
@@ -103,17 +103,17 @@ _FETCHED_FROM = Tier.DISK, Tier.REMOTE
 
 
 class NetBenefit:
-    """Adds up the seconds saved and lost, on one thread; any thread may read the public numbers.
+    """Adds up the seconds saved and lost, on the engine's thread. Any thread may read the public numbers.
 
     Args:
-        block_tokens: length of the shortest hit, in tokens.
+        block_tokens: the length of the shortest possible hit, in tokens.
         ranks: how many ranks copy a part of each job.
         copies: the table of open copies.
         hook: the current hook's time.
-        bus: source of facts and events; `NetBenefitTurned` is published on it.
-        waits: the histogram of each kind of wait; without a lower tier there is no histogram for fetches.
-        set_least: called about once a second for each tier, with the fewest tokens worth a load (HOST), or worth a
-            fetch from that tier and the load after it; 0 without measurements. None if the operator chose a length.
+        bus: the bus to observe, on which `NetBenefitTurned` is published.
+        waits: the histogram of each kind of wait. Without a lower tier, fetches have none.
+        set_least: called about once a second for each tier, with the fewest tokens worth a load (HOST) or worth a
+            fetch and the load after it; 0 without measurements. None if the operator has set the length.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class NetBenefit:
         self._last_s = 0.0  # when the last step was scheduled
         self._ran = False  # whether the last step computed anything
         self._is_calm = False  # whether the last step only decoded
-        self._is_steady = False  # whether the last two steps only decoded, while the same copies ran
+        self._is_steady = False  # whether the last two steps only decoded, with the same directions of copies
         self._decoded = 0  # how many tokens the last step decoded
         self._copies: Copies = ()  # the directions of the copies that ran during the last step
         self._period_began = self._judge_s = -math.inf
@@ -155,12 +155,12 @@ class NetBenefit:
 
     @property
     def waited_s(self) -> float:
-        """Return the seconds that requests waited."""
+        """Return the seconds that requests have waited for loads and fetches."""
         return sum([wait.total for wait in self._waits.values()])
 
     @property
     def net_s(self) -> float:
-        """Return the seconds saved minus the seconds lost, since the start."""
+        """Return the seconds saved minus the seconds lost since the engine's start."""
         return self.saved_s - self.waited_s - sum(self.interference_s.values())
 
     @property
@@ -170,14 +170,14 @@ class NetBenefit:
         return 1 / rate if rate else 0.0
 
     def break_even(self) -> dict[Tier, int]:
-        """Return the break-even lengths in tokens: for loads (HOST) and fetches from each tier; 0 until measured."""
+        """Return the break-even lengths in tokens, of loads (HOST) and of fetches from each tier; 0 until measured."""
         self._weigh()
         return {tier: each.tokens for tier, each in self._break_even.items()}
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def idle(self) -> None:
-        """Handle the end of the last request. The time until the next step is not measured."""
+        """End the measurement of the last step, because no request is left."""
         if self._ran:
             now = self._hook.now
             self._rate.idle(now)
@@ -188,7 +188,7 @@ class NetBenefit:
         now = self._hook.now
         prefill, decode = fact.prefill_tokens, fact.decode_tokens
         copies = self._copying() if self._open.oldest is not None else ()
-        # This is not a separate method, so that a decode-only step after another one needs only two Python calls.
+        # Inlined, for speed: in a row of decode-only steps, each step makes only two Python calls.
         is_calm = decode > 0 and not prefill
         if self._is_steady or (self._ran and self._copies):
             self._stepped(now)
@@ -207,7 +207,6 @@ class NetBenefit:
             self._judge(now)
 
     def _push_least(self, now: float) -> None:
-        """Update the break-even lengths and pass them to `set_least`."""
         assert self._set_least is not None
         self._least_due_s = now + _LEAST_PERIOD_S
         self._weigh()
@@ -215,7 +214,7 @@ class NetBenefit:
             self._set_least(tier, each.least(now))
 
     def _stepped(self, now: float) -> None:
-        """Account for the last step, which ends now."""
+        """Measure the last step, which ends at `now`, and add the time that copies added to it."""
         seconds, copies = now - self._last_s, self._copies
         if self._is_steady:
             self._times.observe(seconds, self._decoded, copies)
@@ -227,13 +226,13 @@ class NetBenefit:
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def waited(self, request: RequestId, seconds: float) -> None:
-        """Add the seconds for which a request's lookups were answered "not yet"."""
+        """Add the seconds for which a request's lookups have answered "not yet"."""
         reason = LoadWait.FETCH if request in self._await_fetch else LoadWait.OTHERS_LOAD
         self._await_fetch.discard(request)
         self._waits[reason].observe(seconds)
 
     def ended(self, request: RequestId) -> None:
-        """Add the time for which a request has waited for a load that is still open when the request ends."""
+        """Add the wait of a request that ends before its load."""
         load = self._open.by_request[request]
         if load.planned is not None:
             self._waits[LoadWait.OWN_LOAD].observe(self._hook.now - load.planned)
@@ -255,7 +254,7 @@ class NetBenefit:
             self._unpriced_tokens += copy.tokens
             tier, copy_s = Tier.HOST, copy.copy_s / self._ranks
         elif event.outcome is TierOutcome.DONE:
-            # Threads copy in parallel, so their times may add up to more than the wait.
+            # A rank's threads copy in parallel, so that their copy times may add up to more than the wait.
             tier, copy_s = event.tier, min(event.copy_s, waited_s)
         else:
             return
@@ -263,14 +262,13 @@ class NetBenefit:
         self._price()
 
     def _price(self) -> None:
-        """Add to `saved_s` the prefill time of loaded tokens, including those loaded before the first measurement."""
+        """Add the prefill time of loaded tokens to `saved_s`, as soon as the prefill rate is known."""
         rate = self._rate.seconds_per_token
         self.saved_s += self._unpriced_tokens * rate
         if rate:
             self._unpriced_tokens = 0
 
     def _weigh(self) -> None:
-        """Compute the break-even lengths from recent loads and fetches."""
         rate = self._rate.seconds_per_token
         load = self._break_even[Tier.HOST]
         load.weigh(rate)
@@ -284,10 +282,7 @@ class NetBenefit:
     # -- sign changes -----------------------------------------------------------------------------------------------
 
     def _judge(self, now: float) -> None:
-        """End a period. Publish the net benefit if it changed from gain to loss or back.
-
-        A period with neither gain nor loss changes nothing.
-        """
+        """End a period. Publish its net benefit if the last published one had the other sign."""
         self._price()
         net = self.net_s
         gained = net - self._period_net_s

@@ -1,8 +1,8 @@
-"""The table of open copies. A record lives from the first pin or the plan of a copy until its last report.
+"""The table of open copies. An entry exists from the first pin or the plan of a copy until its last report.
 
-Hooks record directly which loads the engine waits for and which memory workers may still touch. These records do not
-depend on the core's events, so they are complete even after the core has raised (R12). Events only add data for
-operators and `NetBenefit`.
+Hooks record which loads the engine waits for and which memory workers may still use. These records do not depend on the
+core's events, so they are complete even after the core has raised (R12). Events only add data for operators and for
+`NetBenefit`.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from kvoffload.telemetry.catalogue import Hook
 
 
 class HookTime(Struct):
-    """The time of the current hook.
-
-    A hook sets this time when it starts, so that nothing inside the hook reads a clock.
+    """The time of the current hook, which a hook sets at its start, so that its callees need not read a clock.
 
     Args:
-        now: when the hook began, in monotonic seconds.
-        spent: seconds that each hook has taken since the last step.
+        now: when the current hook began, in monotonic seconds.
+        spent: for each hook, the seconds that its calls have taken since the last step.
     """
 
     now: float = -math.inf
@@ -47,16 +45,16 @@ class OpenCopy(Struct, eq=False):
 
     Args:
         request: the request that loads or fetches; None for a store.
-        pinned: when host slots were pinned for the copy; None if none are pinned.
-        job: the job's id; None until it is planned.
+        pinned: when host slots were pinned for the copy; None if no slot is pinned.
+        job: the job's id; None until the job is planned.
         tokens: how many tokens a load or fetch copies.
         planned: when a load or fetch was planned; None after its wait has been counted.
-        copy_s: copy time, summed over the ranks.
-        given: the job; None until it is sent to the workers.
+        copy_s: copy time in seconds, summed over the ranks.
+        given: the job; None until the job is sent to the workers.
         submitted: when the job was sent to the workers.
-        running: ranks that are still copying.
-        is_overdue: whether the job's time limit has passed.
-        has_ended: whether the event that reports its end has arrived or can no longer arrive.
+        running: the ranks that are still copying.
+        is_overdue: True after the job's time limit.
+        has_ended: True once an event has reported the job's end, or if no event will.
     """
 
     request: RequestId | None = None
@@ -73,12 +71,13 @@ class OpenCopy(Struct, eq=False):
 
 
 class LoadAnswers(Struct):
-    """Ended loads to report to the engine. Each load is listed once, even if its request is gone.
+    """Ended loads to report to the engine. Each load is listed once, even after its request has ended.
 
     Args:
         loaded, failed: requests whose load succeeded or failed.
-        without_copy: requests in either list whose load was never sent to a worker, so that no worker reports it.
-        abandoned: jobs of these loads that a worker is still copying.
+        without_copy: those of the `loaded` and `failed` requests whose load no worker reports, because it was never
+            sent to the workers.
+        abandoned: the jobs of `failed` requests that a worker is still copying.
     """
 
     loaded: list[RequestId] = []
@@ -94,17 +93,17 @@ NO_ANSWERS = LoadAnswers()
 class OpenCopies:
     """The table of open copies, by job.
 
-    A copy is also listed by request while host slots are pinned for it or the engine waits for it.
+    A copy is also listed by request while host slots are pinned for the copy or the engine waits for the load.
 
     Args:
         ranks: how many ranks copy each job.
         timeout_s: seconds from submission after which a job is overdue.
-        jobs: the core's jobs, used to find jobs from before a reset.
+        jobs: the core's jobs, for finding the jobs that are open at a reset.
         hook: the current hook's time.
-        bus: source of events; `ResetEnded` is published on it.
+        bus: the bus to observe, on which `ResetEnded` is published.
 
     Attributes:
-        on_end: called with each load or fetch that ends, and the event that reports its end.
+        on_end: called with each load or fetch that ends, and with the event that reports this end.
     """
 
     def __init__(self, ranks: int, timeout_s: float, jobs: Jobs, hook: HookTime, bus: Bus) -> None:
@@ -121,7 +120,7 @@ class OpenCopies:
         """The requests whose loads the engine waits for."""
         self.answers = NO_ANSWERS
         """Ended loads that `SchedulerSide.take_answers` has not returned yet."""
-        # Other threads read the next three attributes, so these are only assigned, never modified in place.
+        # Other threads read the next three attributes, which are assigned and never modified in place.
         self.oldest: float | None = None
         """When the oldest running job that is not overdue was submitted; None if there is no such job."""
         self.oldest_pin: float | None = None
@@ -151,11 +150,11 @@ class OpenCopies:
         self.awaited[request] = None
 
     def submitted(self, jobs: Iterable[DeviceJob]) -> None:
-        """Record that these jobs are being sent to the workers."""
+        """Record that jobs are sent to the workers."""
         now = self._hook.now
         for job in jobs:
             copy = self.by_job.get(job.id)
-            # The job is a store, or a load whose event was lost. No event will report its end.
+            # No event reports the end of a store, or of a load whose first event was lost.
             if copy is None:
                 load = None if job.extra is None else self.by_request.get(job.extra)
                 copy = self.by_job[job.id] = load or OpenCopy()
@@ -184,7 +183,7 @@ class OpenCopies:
         self._look()
 
     def overdue(self) -> list[JobId]:
-        """Return the jobs whose time limit has passed since the last call."""
+        """Return the jobs that have become overdue since the last call."""
         jobs = []
         for copy in self.by_job.values():
             job = copy.given
@@ -199,7 +198,7 @@ class OpenCopies:
         return jobs
 
     def answer(self, results: LoadResults) -> None:
-        """Add to `answers` the ended loads that the engine was still waiting for."""
+        """Add ended loads to `answers`, if the engine still waits for them."""
         answers = LoadAnswers() if self.answers is NO_ANSWERS else self.answers
         for requests, ended in ((results.loaded, answers.loaded), (results.failed, answers.failed)):
             for request in requests:
@@ -218,7 +217,7 @@ class OpenCopies:
             self.answers = answers
 
     def look_at_reset(self) -> None:
-        """Publish the end of the last reset once all jobs from before it have ended or were abandoned."""
+        """Publish the end of the last reset if all jobs that it found open have ended or were abandoned."""
         states = [job.state for number, job in self._jobs.open.items() if number in self._from_before_reset]
         abandoned = states.count(JobState.ABANDONED)
         self.draining = len(states) - abandoned
@@ -226,7 +225,7 @@ class OpenCopies:
             self._bus.publish(events.ResetEnded(self._epoch, abandoned))
 
     def forget_events(self) -> None:
-        """Keep only running copies and loads that the engine waits for. The core will publish no more events."""
+        """Drop entries that only an event would end, because the core publishes no more events."""
         self.by_job = {
             job: copy for job, copy in self.by_job.items() if copy.running and copy.given is not None
         }
@@ -245,11 +244,11 @@ class OpenCopies:
         return [copy.given for copy in self.by_job.values() if copy.running and copy.given is not None]
 
     def blocks(self) -> Counter[DeviceBlockId]:
-        """Return how many running jobs touch each device block."""
+        """Return how many running jobs copy each device block."""
         return Counter(block for job in self.running for block in job.targets)
 
     def count(self, direction: Direction, *, is_overdue: bool) -> int:
-        """Return how many running jobs are past their time limit, or within it. Any thread may call this."""
+        """Return how many running jobs of a direction are overdue or not. Any thread may call this method."""
         return self._counts[direction, is_overdue]
 
     # -- event handlers -----------------------------------------------------------------------------------------
@@ -304,7 +303,7 @@ class OpenCopies:
     # -- helpers ------------------------------------------------------------------------------------------------
 
     def _pin(self, copy: OpenCopy) -> None:
-        """Record the time of a new pin. `by_request` stays in the order of the pins."""
+        """Record when slots were pinned for a copy. `by_request` stays in the order of the pins."""
         assert copy.request is not None
         if copy.pinned is None:
             copy.pinned = self._hook.now
@@ -325,7 +324,7 @@ class OpenCopies:
         self.oldest_pin = None
 
     def _look(self) -> None:
-        """Update `oldest`; `by_job` is in the order of submission."""
+        """Update `oldest` to the first running job that is not overdue; `by_job` is in the order of submission."""
         for copy in self.by_job.values():
             if copy.given is not None and copy.running and not copy.is_overdue:
                 self.oldest = copy.submitted

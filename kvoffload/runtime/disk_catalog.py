@@ -5,10 +5,10 @@
     records from the core ─▶ written ten times a second, invalidations at once; synced once a second
     reset ─▶ the index is removed before the reset is answered; this process finds its own blocks without an index
 
-The only hook that waits for this thread is a reset, for at most `RESET_S`. If the disk fails, the index stays
-unchanged, because every block that is read must match its checksum. A reset must remove the index; if that fails, the
-reset is incomplete. After a reset nothing is recorded: the folder is named after the weights on disk, which the next
-process loads, and the weights in memory may differ from these.
+The only hook that waits for this thread is a reset, for at most `RESET_S`. If the disk fails, the index stays unchanged
+and harmless, because every block that is read must match its checksum. If a reset cannot remove the index, the reset is
+incomplete. After a reset nothing is recorded: the folder is named after the weights on disk, which the next process
+loads, and the weights in memory may be different ones.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ WRITE_PERIOD_S = 0.1
 A crash loses the blocks whose records are not written yet.
 """
 _WRITES_A_SYNC = 10
-# the maximum number of blocks or slots passed to the core in one step; this takes a few milliseconds
+# the most blocks or free slots to pass to the core in one step, which takes a few milliseconds
 _PART = 2048
-_GROWTH = 2**16  # how many slots the core adds in one step
+_GROWTH = 2**16  # the most slots to add to the core's pool in one step
 
 log = get_logger("disk")
 
 
 class DiskCatalog:
-    """The scheduler's view of one engine's disk: the slots, and the index of the blocks in them.
+    """The scheduler's part of one engine's disk: the slots, and the index of the blocks in the slots.
 
     Args:
         place: the location of the folder.
         ranks: how many ranks write slot files.
-        portal: provides the thread that may wait for the disk.
-        sleep: waits for a number of seconds between two writes.
-        closes_in_s: the maximum number of seconds that `close` waits for the disk.
+        portal: provides a thread that may wait for the disk.
+        sleep: sleeps for a number of seconds, between two writes.
+        closes_in_s: how many seconds `close` waits for the disk at most.
         key: authenticates the index; None to use only checksums.
 
     Attributes:
         identity: the identity of the KV in the folder; None until this process has locked the folder.
-        due: functions that each make one fact for the core; `take_facts` calls one at a time.
-        opening: the current stage of opening; None once the whole index is in `due`, or the disk has failed.
+        due: functions that each return one fact for the core. Each call of `take_facts` calls one of them.
+        opening: the current stage of opening; None after the whole index was added to `due`, or the disk has failed.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class DiskCatalog:
         """Record which ranks have opened their slot files or failed. When all files are open, read the index.
 
         Returns:
-            Whether reports of more files are expected.
+            True while a rank's report about its slot file is missing.
         """
         for report in reports:
             if report.disk_file is None and not report.disk_works:
@@ -130,7 +130,7 @@ class DiskCatalog:
         return True
 
     def take_facts(self) -> list[facts.Fact]:
-        """Return the next fact for the core, if there is one. After a reset, the fact reports every slot as free."""
+        """Return the next fact for the core, if there is one. After a reset, facts report every slot as free."""
         if not self.due:
             return []
         fact = self.due.popleft()()
@@ -140,11 +140,11 @@ class DiskCatalog:
 
     @property
     def is_opening(self) -> bool:
-        """Return whether the core still needs facts about the index."""
+        """Return whether facts about the index are still missing or due."""
         return self.opening is not None or bool(self.due)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
-        """Queue records for the index. Write invalidations at once, because their slots may be overwritten next."""
+        """Queue records for the index. If a slot was invalidated, write at once: the slot may be overwritten next."""
         if self._was_reset:
             return
         self._unwritten += records
@@ -154,8 +154,8 @@ class DiskCatalog:
     def reset(self) -> bool:
         """Remove the index; return whether the reset is complete.
 
-        Before the folder is locked, this method does not wait for the removal: this process has written nothing, and blocks
-        that other processes wrote belong to the weights on disk.
+        Before this process has locked the folder, the removal is not awaited: this process has written nothing, and
+        blocks that other processes wrote belong to the weights on disk.
         """
         self._was_reset = True
         if self._is_closed:
@@ -175,14 +175,14 @@ class DiskCatalog:
                 waiting.cancel()
         self._do(self._write)
         closed = self._do(self._close)
-        # Without a folder there is nothing to write, and the thread may still be reading the weights.
+        # Without a folder nothing was written, and the thread may still be busy with reading the weights.
         if self._folder is not None:
             with suppress(TimeoutError):
                 closed.result(self._closes_in_s)
         self._executor.shutdown(wait=False)
 
     async def _write_now_and_then(self) -> None:
-        """Write and sync queued records periodically on the thread, until cancelled."""
+        """Write and sync queued records periodically, until cancelled."""
         for number in count(1):
             await self._sleep(WRITE_PERIOD_S)
             has_more = bool(self._unwritten)
@@ -194,7 +194,7 @@ class DiskCatalog:
     # -- on the catalog's thread --------------------------------------------------------------------------------
 
     def _do(self, work: Callable[[], object]) -> Future[object]:
-        """Run `work` on the thread. If `work` raises, the result is None and this process stops using the disk."""
+        """Run `work` on the catalog's thread. If `work` raises, this process stops using the disk."""
 
         def careful() -> object:
             try:
@@ -202,7 +202,7 @@ class DiskCatalog:
             except CancelledError:  # The engine stopped before its KV was identified.
                 pass
             except Exception as error:
-                # Without this call, the tier might stay in its opening stage, with nothing in the log.
+                # Otherwise the disk might stay in its opening stage, without a line in the log.
                 self._fail(reason_of(error))
             return None
 
@@ -307,7 +307,7 @@ class DiskCatalog:
 def _find_index(
     folder: OpenFolder, files: tuple[bytes, ...], slots: int, key: TierKey | None
 ) -> IndexContents | None:
-    """Return the folder's index of these slot files, or None if it is missing or unusable. Log why it is unusable."""
+    """Return the folder's index of these slot files; None if it is missing or, with a warning in the log, unusable."""
     try:
         found = load_index(folder, slots, key)
         if found is not None and found.header.files != files:
@@ -320,9 +320,9 @@ def _find_index(
 
 
 def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> Iterator[Callable[[], facts.Fact]]:
-    """Yield functions that make the facts for the core: slot counts, blocks, free slots, and the end of the index.
+    """Yield functions that return the facts for the core: slot counts, blocks, free slots, and the end of the index.
 
-    The facts are made one by one, because a million live records would lengthen the garbage collector's pauses.
+    Functions delay the creation of the facts, because a million records would lengthen the garbage collector's pauses.
     """
     for some in range(_GROWTH, slots, _GROWTH):
         yield partial(facts.DiskRestored, some)

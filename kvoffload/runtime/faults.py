@@ -1,7 +1,7 @@
 """Audits the core, and switches offloading off when the core raises (R12).
 
-A core that raised may have stopped halfway through an update, so it is not called again. From then on, offloading only
-tracks which blocks are leased and which jobs the workers have.
+A core that raised may have stopped halfway through an update, so it is not called again. After that, offloading only
+tracks the leased blocks and the jobs that workers still copy.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = get_logger("scheduler")
 
 
 class Faults:
-    """Audits the core, and takes the core's place after the core has raised.
+    """Audits the core, and handles the core's exceptions.
 
     Args:
         core: the core.
         bus: dispatches facts to the core.
-        copies: the open copies, with the blocks that workers may still touch.
+        copies: the open copies, with the blocks that workers may still copy.
         device: the engine's block pool.
         observation: counts audits, and records whether `OffloadingDegraded` was published.
     """
@@ -64,7 +64,7 @@ class Faults:
     # -- a core that raises -------------------------------------------------------------------------------------
 
     def ask(self, name: str, question: Callable[[], Result], otherwise: Result) -> Result:
-        """Return the answer to `question`, or `otherwise` if the core raises now or has raised before."""
+        """Call `question` and return its result, or `otherwise` if the core raises now or has raised before."""
         if self.error is None:
             try:
                 return question()
@@ -73,30 +73,27 @@ class Faults:
         return otherwise
 
     def raised(self, error: Exception, doing: str) -> None:
-        """Stop using the core after the current batch.
-
-        Only the first exception counts: later exceptions follow from the first.
-        """
+        """Stop using the core after the current batch. Ignore later exceptions, which follow from the first."""
         if self.error is None:
             log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
             self.error = f"{doing}: {error!r}"
             self._bus.afterwards(self._cut_off)
 
     def release_loose(self) -> None:
-        """Release leased blocks that no running copy touches."""
+        """Release leased blocks that no worker copies any more."""
         leases = self._core.state.leases
         loose = Counter(leases.counts) - self._copies.blocks()
         if loose:
             _try(lambda: leases.release([*loose.elements()]))
 
     def _invariant_broken(self, fact: InvariantBroken) -> None:
-        """Record the cause here, because there may be no observer, and stop using the core."""
+        """Record the cause, and switch off the core."""
         if self.cause is None:
             self.cause = fact.cause
         self._core.invariant_broken(fact)
 
     def _cut_off(self) -> None:
-        """Let the core finish what it can. Then remove it from the bus, and release blocks that no copy touches."""
+        """Switch off the core, remove it from the bus, and release blocks that no worker copies any more."""
         cause, detail = DegradeCause.HANDLER_RAISED, self.error or ""
         self._bus.publish(InvariantBroken(cause, detail))
         self._bus.drop_handlers()
@@ -112,7 +109,7 @@ class Faults:
     def audit(self) -> list[str]:
         """Return a line for each problem found. Call this method between hooks.
 
-        The cost does not depend on the pool's size.
+        The cost does not grow with the pool.
         """
         problems: list[str] = self.ask("audit", lambda: [*self._core.audit(), *self._engine_problems()], [])
         if self.error is not None:

@@ -1,4 +1,4 @@
-"""Observes one engine. Counters and measurements run inline, observers on the portal's loop behind bounded feeds."""
+"""Observes one engine. Counters and measurements run in hooks; other observers run on the portal's loop."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from kvoffload.transfer.ports import Clocks
 
 log = get_logger("scheduler")
 
-_PATIENCE_S = 5.0  # seconds for observers to write pending output when the engine stops
-_TAIL = 20  # how many lines of the journal to log when offloading is switched off
+_PATIENCE_S = 5.0  # how many seconds a stopping engine waits for each observer's pending output
+_TAIL = 20  # how many lines of the journal are logged when offloading is switched off
 
 
 class Observation:
@@ -43,7 +43,7 @@ class Observation:
         config: the operator's settings.
         identity: the engine's identity.
         hook: the current hook's time.
-        clocks: monotonic time to space repeated warnings, and wall time for the journal and spans.
+        clocks: provides wall time for the journal and spans, and monotonic time for limiting repeated warnings.
 
     Raises:
         ConfigError: the journal's file cannot be written, or a package that spans need is not installed.
@@ -87,7 +87,7 @@ class Observation:
         bus.on_removed = self._removed
 
     def start(self, portal: Portal) -> None:
-        """Run the observers on the portal's loop until the bus is closed."""
+        """Start the observers on the portal's loop. They run until the bus is closed."""
         log_observer = LogObserver(self._now)
         self._portal = portal
         self._running = [
@@ -98,7 +98,7 @@ class Observation:
             self._start_spans(portal, self.spans)
 
     def wait(self) -> None:
-        """Wait a few seconds for each observer to finish. The bus must be closed."""
+        """Wait a few seconds for each observer to end. Call this method after closing the bus."""
         if self._portal is not None and self._portal.is_alive:
             for running in self._running:
                 with suppress(Exception):  # An observer's failure was logged when it happened.
@@ -124,7 +124,7 @@ class Observation:
 
     def _degraded(self, event: OffloadingDegraded) -> None:
         self.saw_degradation = True
-        # Log after the batch, because only then does the journal contain the event's causes.
+        # Log after the batch, when the journal contains the events that led to this one.
         self._bus.afterwards(partial(self._log_degradation, event))
 
     def _log_degradation(self, event: OffloadingDegraded) -> None:

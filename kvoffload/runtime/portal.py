@@ -1,11 +1,11 @@
 """The threads that kvoffload starts in an engine's process.
 
-A portal is a background thread with an event loop, and a few more threads for copies that block. All of these are
-daemon threads, so that a copy that never ends cannot keep the process from exiting. Each thread starts at its first
-use, so an unused portal costs nothing and a fork before the first use is harmless.
+A portal is a background thread with an event loop, and a few more threads for copies that block. The threads are daemon
+threads, so that a copy that never ends cannot keep the process from exiting. Each thread starts at its first use, so an
+unused portal costs nothing and a fork before the first use is harmless.
 
-A fork copies the process's memory but not its threads. In the child a portal starts new threads at its next use. The
-portal keeps the parent's loop open and untouched, because closing it would unregister the parent's descriptors.
+A fork copies the process's memory but not its threads. In the child, a portal starts new threads at its next use. The
+child never closes the parent's loop, because closing it would unregister the parent's descriptors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _COPY_THREADS = 2
-_FROM_PARENT: list[object] = []  # after a fork: the parent's loops and executors, which nothing may close
+_FROM_PARENT: list[
+    object
+] = []  # in a forked child: references that keep the parent's loops from being closed
 
 
 class PortalClosed(KVOffloadError):
@@ -37,11 +39,11 @@ class PortalClosed(KVOffloadError):
 
 
 class DaemonExecutor(Executor):
-    """Daemon threads that run submitted calls in order. The standard pool would wait for its threads at exit.
+    """Daemon threads that start submitted calls in order. `ThreadPoolExecutor` would wait for its threads at exit.
 
     Args:
-        name: prefix of the threads' names.
-        threads: the maximum number of threads; each submitted call starts one until there are this many.
+        name: the prefix of the threads' names.
+        threads: the maximum number of threads. Each submitted call starts a thread until there are this many.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -65,7 +67,7 @@ class DaemonExecutor(Executor):
                 return
             try:
                 result = fn(*args, **kwargs)
-            except BaseException as error:  # The future passes the exception to the caller.
+            except BaseException as error:  # `Future.result` raises the exception.
                 future.set_exception(error)
             else:
                 future.set_result(result)
@@ -79,7 +81,7 @@ class DaemonExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Refuse new calls and let the threads end when the queue is empty. Never waits, even if `wait` is true."""
+        """Refuse new calls, and end the threads when the queue is empty. Return at once, even if `wait` is true."""
         with self._lock:
             if not self._is_shut:
                 self._is_shut = True
@@ -96,14 +98,14 @@ class DaemonExecutor(Executor):
             if work is None:
                 return
             work()
-            del work  # Otherwise an idle thread would keep its last call in memory.
+            del work  # An idle thread would otherwise keep the arguments of its last call in memory.
 
 
 class Portal:
-    """A background thread with an event loop, started at first use.
+    """A background thread with an event loop, started at its first use, and threads for calls that block.
 
     Args:
-        name: prefix of the threads' names.
+        name: the prefix of the threads' names.
     """
 
     _loop_thread: tuple[asyncio.AbstractEventLoop, threading.Thread] | None
@@ -121,7 +123,7 @@ class Portal:
 
     @property
     def executor(self) -> Executor:
-        """Return the threads for calls that block.
+        """Return the executor for calls that block.
 
         Raises:
             PortalClosed: the portal is closed.
@@ -132,31 +134,31 @@ class Portal:
             return self._executor
 
     def new_executor(self, purpose: str, threads: int = 1) -> Executor:
-        """Return an executor with its own threads, for calls that may block for long. The caller shuts it down."""
+        """Return an executor with its own threads, for calls that may block for long. The caller must shut it down."""
         return DaemonExecutor(f"{self.name}-{purpose}", threads)
 
     def spawn(
         self, async_fn: Callable[P, Coroutine[object, object, T]], *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]:
-        """Run a coroutine on the loop; cancelling the future cancels the coroutine.
+        """Run a coroutine on the loop. Cancelling the returned future cancels the coroutine.
 
         Raises:
             PortalClosed: the portal is closed.
         """
         self._leave_parent()
-        # With this lock, `close` cancels every coroutine that was started before `close` was called.
+        # The lock ensures that `close` cancels every coroutine that started before it.
         with self._lock:
             self._check_open()
             return self._begin(async_fn(*args, **kwargs), self._started_loop())
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Cancel all coroutines, wait for them to end, and stop the loop. Closing again only waits.
+        """Cancel all coroutines, wait for them to end, and stop the loop. A second call only waits.
 
         Args:
-            timeout: seconds to wait in total.
+            timeout: how many seconds to wait.
 
         Returns:
-            Whether everything ended in time. Coroutines that have not ended keep running on the daemon thread.
+            True if all coroutines ended in time. The others keep running on the daemon thread.
         """
         self._leave_parent()
         with self._lock:
@@ -166,7 +168,7 @@ class Portal:
         ended = True
         if started is not None:
             loop, thread = started
-            # Cancel only once. A second cancellation would interrupt the cleanup that the first one started.
+            # Cancel only once: a second cancellation would interrupt the coroutines' cleanup.
             if is_first and thread.is_alive():
                 cancelled = self._begin(_cancel_all(), loop)
                 cancelled.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
@@ -195,7 +197,7 @@ class Portal:
             raise PortalClosed(self.name)
 
     def _leave_parent(self) -> None:
-        """In a forked child, replace the parent's threads, and the lock, which may have been held during the fork."""
+        """In a forked child, start anew: the child lacks the parent's threads, and may have inherited a locked lock."""
         if self._pid != os.getpid():
             _FROM_PARENT.append((self._loop_thread, self._executor, self._running))
             self._begin_in_this_process()
@@ -205,7 +207,7 @@ class Portal:
         self._lock = threading.Lock()
         self._loop_thread = None
         self._executor = DaemonExecutor(f"{self.name}-copy", _COPY_THREADS)
-        # A loop references its tasks only weakly, so without this set a sleeping task could be garbage-collected.
+        # A loop has only weak references to its tasks, so without this set a sleeping task could be garbage-collected.
         self._running: set[Future[Any]] = set()
 
 

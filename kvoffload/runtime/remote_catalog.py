@@ -1,26 +1,27 @@
 """The remote tier on the scheduler's side: which generation this engine uses, and which blocks the tier has.
 
     connected ─▶ the generation is read, or made by the first engine ─▶ RemoteOpened
-    a request arrives ─▶ the tier is asked for its keys ─▶ RemoteAnswered
+    a request arrives ─▶ the tier is queried for the request's keys ─▶ RemoteAnswered
     every 30 s ─▶ the generation is read again ─▶ RemoteOpened, if the tier lost it and another engine made a new one
-    reset ─▶ RemoteOpened with a private generation at once; a new one in the tier for engines that start later
+    reset ─▶ RemoteOpened with a private generation at once; the tier gets a new generation for later engines
 
 Engines with equal fingerprints share a generation, which is a random value in the tier. After a reset an engine may
 have other weights than its fingerprint says, so it uses a private generation until its process ends. The next engine to
-start may be a restart of this one, which must find nothing from before the reset. So the reset also replaces the value
-in the tier, and marks the new value.
+start may be a restart of the same engine, which must find nothing from before the reset. So the reset also replaces the
+value in the tier, and marks the new value.
 
-A running engine that sees the mark keeps its own generation. Keeping it preserves the engine's hits, and keeps blocks
+A running engine that reads a marked value keeps its own generation. This preserves the engine's hits, and keeps blocks
 from before the reset out of the generation of later engines. If the tier has lost the value, the next engine that reads
-it makes a new value, and the other engines use it, except engines that have seen a reset.
+the generation makes a new one, which the other engines then use, except engines that were reset or have read a marked
+value.
 
-With a key, the value also contains the time at which it was made, and a MAC. Another writer can put an older value back
-but cannot make a new one, so an engine that finds a value older than its own keeps its generation.
+With a key, the value also contains a MAC and the time at which the value was made. Another writer can restore an old
+value but cannot make a new one, so an engine that finds a value older than its own keeps its generation.
 
 The only hook that waits for the tier is a reset, for as long as one call may take. If writing the new value fails, the
-reset is incomplete. The value is replaced as soon as the tier answers again. Later resets are then complete
-immediately. An engine that has not used a shared generation yet has written nothing that later engines can find, so its
-reset is always complete.
+reset is incomplete. The value is then replaced as soon as the tier answers again, and later resets are complete at
+once. An engine that has not used a shared generation yet has written nothing that later engines can find, so its resets
+are always complete.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ log = get_logger("remote")
 
 
 class RemoteCatalog:
-    """The scheduler's view of the remote tier.
+    """The scheduler's part of the remote tier: the engine's generation, and queries for blocks.
 
     Args:
-        place: the tier's address, and how to identify this engine's KV.
+        place: the tier's address, and a function that identifies this engine's KV.
         ranks: the engine's number of ranks.
-        portal: provides the threads that may wait for the tier.
-        monotonic: returns time in seconds.
-        timeout_s: seconds that a call may take.
+        portal: provides threads that may wait for the tier.
+        monotonic: returns the time in seconds, from a clock that never goes back.
+        timeout_s: seconds after which a call to the tier has failed.
         key: authenticates the generation; None if all writers are trusted.
     """
 
@@ -83,22 +84,22 @@ class RemoteCatalog:
         """Ended calls. While there are ended calls, `take_facts` must be called."""
         self._fingerprint: str | None = None
         self._generation: str | None = None
-        self._made_ms = 0  # when the generation that was last read from the tier was created, in milliseconds
-        # True if the tier's generation is ignored, because this engine uses a private one or refused the tier's.
+        self._made_ms = 0  # when the last accepted generation was made, in milliseconds
+        # True if this engine keeps its generation, even if the tier has another one.
         self._is_fixed = False
-        # True if the generation stored in the tier may contain blocks of this engine.
+        # True if later engines could find blocks of this engine in the generation that the tier has.
         self._has_shared = False
         self._looks_at = float("-inf")
         self._must_replace = self._is_replacing = False
         self._opened: str | None = None  # the namespace that the core uses
-        # Identify the KV on another thread, because this may mean reading all weights.
+        # On another thread, because identifying the KV may read all weights.
         self._identified = executor.submit(place.identify)
-        self._is_refused = False  # True if the weights could not be identified
+        self._is_refused = False  # True if the KV could not be identified, so that the tier stays closed
         if place.address.caution:
             log.warning("remote_not_protected", note=place.address.caution)
 
     def take_facts(self) -> list[facts.Fact]:
-        """Run the work that is due, and return the facts that were collected since the last call. Never waits."""
+        """Start calls that are due, and return the facts since the last call. Never waits."""
         self._calls.poll()
         if self._fingerprint is None and self._identified.done() and not self._is_refused:
             self._take_identity()
@@ -113,7 +114,7 @@ class RemoteCatalog:
         usable = self._namespace if works else None
         if usable != self._opened:
             self._opened = usable
-            # Read the generation now: the tier did not answer, and may have lost it.
+            # Read the generation again, because the tier may have lost it while it did not answer.
             self._looks_at = float("-inf")
             self._due.append(facts.RemoteLost() if usable is None else facts.RemoteOpened(usable))
         due, self._due = self._due, []
@@ -121,7 +122,7 @@ class RemoteCatalog:
 
     @property
     def opening(self) -> str | None:
-        """Return the current stage of opening the tier; None once the tier is open, or if it cannot be opened."""
+        """Return the current stage of opening the tier; None if the tier is open or cannot be opened."""
         if self._namespace is not None or self._is_refused:
             return None
         return "identity of the weights" if self._fingerprint is None else "connection"
@@ -129,7 +130,7 @@ class RemoteCatalog:
     def ask(self, request: RequestId, keys: tuple[BlockKey, ...]) -> None:
         """Query which of a request's blocks the tier has.
 
-        Only the last rank's shards are looked up; if another rank's shard is missing, the fetch notices.
+        The query covers only the last rank's shards. A fetch finds out if another rank's shard is missing.
         """
         namespace = self._namespace or ""
         shard = Shard(namespace, self._ranks - 1, self._ranks)
@@ -144,9 +145,9 @@ class RemoteCatalog:
         self._calls.submit(lambda _, store: store.ask(shard, keys), answered)
 
     def reset(self) -> bool:
-        """Invalidate all older blocks for this process. Return True if later processes cannot find them either.
+        """Discard all older blocks for this process; return True if later processes cannot find them either.
 
-        Waits for the tier for at most the time limit of one call. After False, `take_facts` tries again.
+        Wait for the tier for at most the time limit of one call. After False, `take_facts` tries again.
         """
         self._generation = secrets.token_hex(16)
         self._is_fixed = True
@@ -162,7 +163,7 @@ class RemoteCatalog:
         return not self._has_shared
 
     def close(self) -> None:
-        """Close the connection. Does not wait for a call that hangs."""
+        """Close the connection without waiting for a call that hangs."""
         self._calls.close()
 
     @property
@@ -175,7 +176,7 @@ class RemoteCatalog:
         try:
             self._fingerprint = self._identified.result()
         except Exception as error:
-            # Catch every exception: identifying weights may raise any, and this is the engine's thread.
+            # Identifying the KV may raise any exception, which must not reach the engine.
             reason, note = reason_of(error), "the engine continues without the remote tier"
             log.error("remote_not_opened", reason=reason, note=note)
             self._is_refused = True
@@ -203,11 +204,10 @@ class RemoteCatalog:
             log.info("remote_opened", namespace=self._namespace)
 
     def _replace(self) -> Future[bool] | None:
-        """Start writing a new generation to the tier, for engines that start later.
+        """Start to write a new generation to the tier, for engines that start later.
 
         Returns:
-            A future whose result is True if the tier has stored the new generation; None while the KV is not
-            identified.
+            A future that tells whether the tier has stored the new generation; None if the KV is not identified yet.
         """
         if self._fingerprint is None:
             return None
@@ -238,7 +238,7 @@ class RemoteCatalog:
 def _shared_generation(
     fingerprint: str, key: TierKey | None, after_ms: int, _: Call, store: RemoteStore
 ) -> Generation:
-    """Return the generation in the tier. If there is none, create one that is newer than `after_ms`."""
+    """Return the generation that the tier has. If it has none, create one that is newer than `after_ms`."""
     name = generation_name(fingerprint)
     data = store.read(name)
     if data is None:

@@ -1,8 +1,8 @@
 """The scheduler's side of offloading, which an adapter's hooks call.
 
-Each hook dispatches one fact on the bus. The fact's state handler, a method of the core, runs inline. The fact and the
-core's events then reach counters, the journal and every other observer in one batch. A lookup or a step's plan needs an
-answer, so it is a call to the core.
+Each hook dispatches one fact on the bus. The fact's state handler, a method of the core, runs inside the hook. The fact
+and the core's events then reach counters, the journal and all other observers in one batch. Lookups and the planning of
+a step return a result, so they call the core directly.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ from kvoffload.transfer.ports import Clocks
 
 _UNKNOWN = EngineIdentity()
 
-# Module globals, because in CPython 3.11 `Hook.SEEN` takes ten times as long.
+# In CPython 3.11, reading a module global takes a tenth of the time of reading `Hook.SEEN`.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
 _STEP, _ENDED, _REPORT, _RESET = Hook.STEP, Hook.ENDED, Hook.REPORT, Hook.RESET
 
 
 class SchedulerSide:
-    """Offloading for one engine, on its scheduler's thread.
+    """Offloading for one engine. Only the scheduler's thread may call it, except where a method says otherwise.
 
     Args:
         shape: the engine's fixed properties.
         config: the operator's settings.
         device: the engine's block pool.
-        portal: runs the observers; without it there are only the counters and the journal's ring, which are inline.
+        portal: runs the observers. Without a portal, only the counters and the journal's ring in memory observe.
         clocks: the clocks to read.
         identity: the engine's identity, for journals and metrics.
-        disk: the location of the disk's files, None without a disk; needs a portal.
-        remote: the address of the remote tier and how to identify this engine's KV, None without one; needs a portal.
-        tier_key: authenticates the contents of lower tiers; None if all their writers are trusted.
+        disk: the location of the disk's files, which needs a portal; None without a disk.
+        remote: the address of the remote tier and a function that identifies this engine's KV, which need a portal;
+            None without a remote tier.
+        tier_key: authenticates the contents of lower tiers; None if all writers of these tiers are trusted.
 
     Raises:
         ConfigError: the engine promises too little for the settings, the journal's file cannot be written, or a
@@ -74,9 +75,8 @@ class SchedulerSide:
     ) -> None:
         self._clocks = clocks or Clocks()
         self._hook = HookTime()
-        # Requests that were answered "not yet" and are not admitted. `_deferred` has the time of each request's first
-        # such answer; after the time limit the request no longer waits. `_waiting` has the time from which on all of
-        # the request's answers were "not yet".
+        # Both dicts contain requests that are not admitted. `_deferred` has the time of a request's first "not yet",
+        # from which its time limit counts. `_waiting` has the time of its first "not yet" since its last other answer.
         self._deferred: dict[RequestId, float] = {}
         self._waiting: dict[RequestId, float] = {}
         self.shape = shape
@@ -117,7 +117,7 @@ class SchedulerSide:
             self._tiers_side.handle_facts(bus)
 
     def unix(self, since: float | None) -> float:
-        """Convert a monotonic time to seconds since 1970, rounded so that repeated calls agree. Return 0 for None."""
+        """Convert a monotonic time to seconds since 1970, rounded so that repeated calls agree; 0 for None."""
         return 0 if since is None else round(self._clocks.unix() - (self._clocks.monotonic() - since), 1)
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -127,7 +127,10 @@ class SchedulerSide:
     ) -> None:
         """Handle a new request.
 
-        `has_token` returns whether the request has its first token; `trace_parent` is a W3C traceparent.
+        Args:
+            fact: the request.
+            has_token: returns a true value once the request has its first token. None if that is not measured.
+            trace_parent: the W3C traceparent of the request's span; None without a span.
         """
         began = self._hook.now = self.core.state.pool.order.now = self._clocks.monotonic()
         watch = self.observation
@@ -148,14 +151,14 @@ class SchedulerSide:
         new_keys: Sequence[Sequence[BlockKey]] = (),
         full_tokens: int = 0,
     ) -> int | None:
-        """Return how many tokens the host adds to `device_tokens`, or None for "not yet". May be called repeatedly.
+        """Return how many tokens the host adds to `device_tokens`; None if the engine must look up again later.
 
         Args:
-            request: the request whose prefix is looked up.
+            request: the request.
             device_tokens: tokens that the device holds.
-            tokens: tokens that must be computed or found before the next new token, if more than the prompt's.
-            new_keys: per group, keys of the request's whole blocks that were not passed before.
-            full_tokens: tokens whose full-attention blocks the device holds, if it lacks their recurrent state.
+            tokens: for a preempted request, how many prompt and generated tokens it has.
+            new_keys: per group, the keys of the request's whole blocks that were not passed before.
+            full_tokens: tokens whose full-attention blocks the device holds, if the device lacks a recurrent state.
         """
         began = self._hook.now = self._clocks.monotonic()
         answer: int | None = 0
@@ -184,7 +187,7 @@ class SchedulerSide:
         return answer
 
     def _stop_waiting(self, request: RequestId) -> None:
-        """Record that a request no longer waits for another request's load or for a fetch."""
+        """Record the end of a request's wait for another request's load or for a fetch."""
         self.benefit.waited(request, self._hook.now - self._waiting.pop(request))
 
     def _end_deferral(self, request: RequestId) -> None:
@@ -193,11 +196,10 @@ class SchedulerSide:
             self._stop_waiting(request)
 
     def prefix_boundary(self, request: RequestId) -> int:
-        """Return after how many tokens the engine should end a chunk to keep a recurrent state; 0 to keep none."""
+        """Return after how many tokens the engine should end a chunk, to keep the recurrent state there; 0 for none."""
         return self.faults.ask("boundary", lambda: self.core.boundary(request), 0)
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
-        """Handle an allocation: the engine gave a request a block table."""
         began = self._hook.now = self._clocks.monotonic()
         if self._deferred:
             self._end_deferral(fact.request)
@@ -207,7 +209,7 @@ class SchedulerSide:
         self._hook.spent[_ALLOCATED] += self._clocks.monotonic() - began
 
     def ended(self, fact: facts.RequestEnded) -> None:
-        """Handle a request that finished or was aborted. The request still has its blocks."""
+        """Handle a request's end, before the engine frees the request's blocks."""
         began = self._hook.now = self._clocks.monotonic()
         request, first_tokens = fact.request, self.observation.first_tokens
         if self._deferred:
@@ -229,7 +231,7 @@ class SchedulerSide:
     # -- steps --------------------------------------------------------------------------------------------------
 
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
-        """Return the copies that the workers must start in a scheduled step. Call it exactly once per step."""
+        """Return the copies that the workers must start in a scheduled step. Call this method once per step."""
         began = self._hook.now = self.core.state.pool.order.now = self._clocks.monotonic()
         copies, faults, watch = self.copies, self.faults, self.observation
         if faults.pending_error is not None:
@@ -262,7 +264,7 @@ class SchedulerSide:
         return plan
 
     def _plan(self, began: float) -> TransferPlan:
-        """Return the step's plan, and record that its jobs go to the workers."""
+        """Return the step's plan, and record that its jobs are sent to the workers."""
         events: list[Event] = []
         tally = self.core.state.tally
         try:
@@ -301,7 +303,7 @@ class SchedulerSide:
         self._hook.spent[_REPORT] += self._clocks.monotonic() - began
 
     def take_answers(self) -> LoadAnswers:
-        """Return the loads that ended since the last call, to report them to the engine."""
+        """Return the loads that ended since the last call and must be reported to the engine."""
         results = self.core.state.results
         if results.loaded or results.failed or self.faults.cause is not None:
             self._answer()
@@ -309,10 +311,10 @@ class SchedulerSide:
         return answers
 
     def _answer(self) -> None:
-        """Move the core's results to the answers for the engine. Once offloading is off, every awaited load fails."""
+        """Move the core's load results to the answers for the engine."""
         results = self.faults.ask("take_results", self.core.take_results, LoadResults())
         if self.faults.cause is not None:
-            # After an error in the core, no awaited load can be trusted.
+            # After a broken invariant, the bytes of any load may be wrong.
             results.failed += self.copies.awaited
         for request in results.failed:
             self.observation.first_tokens.load_failed(request)
@@ -320,7 +322,7 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """Return whether the engine must keep stepping until open copies end."""
+        """Return whether open copies, or tiers that are opening, need more steps of the engine."""
         if self.copies.awaited or self.copies.answers is not NO_ANSWERS:
             return True
         if self.faults.error is not None:
@@ -333,7 +335,7 @@ class SchedulerSide:
 
     @property
     def watches_blocks(self) -> bool:
-        """Return whether steps must report all allocated blocks, even of requests that report progress later."""
+        """Return whether steps must report all newly allocated blocks, even of requests that report progress later."""
         return self.faults.ask("watches_blocks", lambda: self.core.watches_blocks, False)
 
     @property
@@ -350,12 +352,11 @@ class SchedulerSide:
     # -- calls from operators -----------------------------------------------------------------------------------
 
     def reset(self) -> bool:
-        """Invalidate everything computed so far; return whether the reset is complete.
+        """Discard all blocks, so that lookups find nothing computed before; return whether the reset is complete.
 
-        From now on no lookup finds older blocks. The reset is incomplete while an older copy runs.
-        `kvoffload_reset_draining_jobs` counts these copies' jobs, and `reset_ended` is logged when the last one has
-        ended. The reset is also incomplete, with a warning in the log, while a later process could find older blocks on
-        the disk or in the remote tier. Calling `reset` again is harmless and retries.
+        The reset is incomplete while copies of older blocks run: `kvoffload_reset_draining_jobs` counts their jobs, and
+        `reset_ended` is logged when the last has ended. The reset is also incomplete, with a warning in the log, while
+        a later process could find older blocks on the disk or in the remote tier. Call `reset` again to retry.
         """
         began = self._hook.now = self._clocks.monotonic()
         self.bus.dispatch([facts.CacheReset()])
@@ -367,8 +368,8 @@ class SchedulerSide:
     def audit(self) -> list[str]:
         """Return a line for each problem found; any problem switches offloading off (R12).
 
-        Call it on the engine's thread, between two hooks. The audit also runs whenever the engine becomes idle. While
-        requests run, the audit can check only a few totals.
+        Call this method between two hooks. An audit also runs whenever the engine becomes idle. While requests run, an
+        audit checks only a few totals.
         """
         return self.faults.audit()
 
@@ -380,12 +381,12 @@ class SchedulerSide:
         try:
             return read_all(self, self.counters.tiers)
         except Exception as error:
-            # Only the engine's thread may take the core out of use, so this thread only keeps the error.
+            # Only the engine's thread may switch off the core, so the next step handles the error.
             self.faults.pending_error = error, "gauges"
             return {"kvoffload_degraded": {(DegradeCause.HANDLER_RAISED.value,): 1}}
 
     def close(self) -> None:
-        """Stop the observers and close the lower tiers. The workers end open jobs when they close."""
+        """Stop the observers and close the lower tiers. Open jobs end when the workers close."""
         self.bus.close()
         self.observation.wait()
         if self._tiers_side is not None:
@@ -394,10 +395,7 @@ class SchedulerSide:
     # -- helpers ------------------------------------------------------------------------------------------------
 
     def _look_after_reports(self) -> None:
-        """Do the work that had to wait for copies to end.
-
-        If the core has raised, release leases that no copy needs. Complete a reset, and audit an idle engine.
-        """
+        """Do the work that ended copies allow: release leases of a core that raised, complete a reset, run an audit."""
         if self.faults.error is not None:
             self.faults.release_loose()
         if self.copies.draining:
@@ -409,7 +407,7 @@ class SchedulerSide:
 def _policy(
     config: OffloadConfig, shape: EngineShape, disk: DiskPlace | None, remote: RemotePlace | None
 ) -> Policy:
-    """Return the settings that affect the core.
+    """Return the part of the settings that affects the core.
 
     Raises:
         ConfigError: the engine promises too little for the settings.

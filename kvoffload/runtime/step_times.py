@@ -1,7 +1,7 @@
 """Measures how much copies slow steps, how much time prefilling adds, and when requests get their first token.
 
-Engines report neither the end of a step nor a sampled token, so all of this is derived from the times when steps are
-scheduled.
+Engines report neither the end of a step nor a sampled token, so all measurements are derived from the times at which
+steps are scheduled.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from kvoffload.runtime.copies import HookTime
 
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
-# For each number of decoded tokens, the mean starts at the shortest of this many first steps, because longer steps may
-# include a compilation.
+# A mean starts at the shortest of this many first steps, because the others may include a compilation.
 _FIRST = 8
-_OUTLIER = 4.0  # a step longer than this many times the usual length counts as exactly that long
+_OUTLIER = 4.0  # a longer step counts as this many times the usual duration
 
-# How many recent runs to keep; their median, weighted by tokens, ignores a stall such as a compilation.
+# How many recent runs to keep: so many that a stall, such as a compilation, hardly shifts the weighted median.
 _RUNS = 33
-_LONGEST_RUN = 32  # after this many steps a run becomes a sample even if it continues
-# At least this share of a run's time counts as prefill, even if decode-only steps usually take as long as the run.
+_LONGEST_RUN = 32  # a longer sequence of steps that prefill is split into several runs
+# The least share of a run's time that counts as prefill, for noisy measurements of decode-only steps.
 _LEAST_SHARE = 0.1
 
 HasToken = Callable[[], object]
@@ -44,24 +43,24 @@ Copies = tuple[Direction, ...]
 class StepTimes:
     """Mean durations of decode-only steps with and without copies, to measure how much copies slow the engine.
 
-    A step is compared with steps that decode about as many tokens (the same bit length). The time from one step to the
-    next counts only if the step before was of the same kind, because an engine with two steps in flight schedules one
-    while another runs. Steps that prefill differ too much to compare, so they are assumed to slow down by the same
-    share. One thread reports the steps in order.
+    A step is compared with steps whose numbers of decoded tokens have the same bit length. The time from one step to
+    the next counts only after two steps of the same kind, because an engine with two steps in flight schedules one
+    while the other runs. Steps that prefill differ too much to be compared. They are assumed to slow down by the same
+    share. One thread must report the steps in order.
     """
 
     def __init__(self) -> None:
-        # The keys of the next two dicts are bit lengths of the number of decoded tokens.
+        # The keys of `_quiet_s` and `_seen` are bit lengths of numbers of decoded tokens.
         self._quiet_s = defaultdict[int, float](float)
         self._seen = defaultdict[int, int](int)
         self._slowdown = defaultdict[Copies, float](float)
 
     def usual_s(self, tokens: int) -> float:
-        """Return the usual seconds of a step that decodes this many tokens without copies; 0 while unknown."""
+        """Return the usual seconds of a step that decodes this many tokens while no copy runs; 0 while unknown."""
         return self._quiet_s[max(tokens, 1).bit_length()]
 
     def slowdown(self, copies: Copies) -> float:
-        """Return the share by which these copies lengthen a step; 0 while unknown, never negative."""
+        """Return by which share of its duration such copies lengthen a step; 0 while unknown, never negative."""
         return max(self._slowdown[copies], 0.0)
 
     def observe(self, seconds: float, tokens: int, copies: Copies) -> None:
@@ -85,8 +84,8 @@ class StepTimes:
 class PrefillRate:
     """Estimates the seconds that prefilling adds per token, from the times and contents of steps.
 
-    An engine may schedule the next step before the current one ends, so a single step cannot be timed. Instead this
-    class times a run: consecutive steps that prefill, and the step after them.
+    An engine may schedule the next step before the current one ends, so a single step cannot be timed. Instead, the
+    times of a run are added up: consecutive steps that prefill, and the step after them.
 
         steps       D   P   P   D   D          D decodes only, P prefills
         counted         |-----------|          from the run's first step to the second step after it
@@ -96,7 +95,8 @@ class PrefillRate:
     Either way, the time left after the subtraction is what prefilling adds.
 
     Args:
-        least_tokens: shorter runs mostly measure a step's fixed cost; they count only until there is a longer run.
+        least_tokens: runs that prefill fewer tokens count only until there is a longer run, because they mostly measure
+            a step's fixed cost.
     """
 
     def __init__(self, least_tokens: int) -> None:
@@ -109,26 +109,23 @@ class PrefillRate:
         self._is_over = False
         self.is_timing = False
         """True while a run is open, in which steps without prefill must be reported too."""
-        self._rate: float | None = 0.0  # None if the rate must be computed again
+        self._rate: float | None = 0.0  # None if runs were added since the rate was computed
 
     @property
     def seconds_per_token(self) -> float:
-        """Return the seconds that prefilling adds per token; 0 until measured. Any thread may read this property.
-
-        The rate is computed when it is read, because a median takes too long for a hook.
-        """
+        """Return the seconds that prefilling adds per token; 0 until measured. Any thread may read this property."""
         rate = self._rate
         if rate is None:
             rate = self._rate = _median(tuple(self._runs))
         return rate
 
     def step(self, now: float, tokens: int, usual_s: float) -> None:
-        """Process a scheduled step.
+        """Add a scheduled step.
 
         Args:
-            now: monotonic seconds.
+            now: the time, in monotonic seconds.
             tokens: how many tokens the step prefills.
-            usual_s: the usual seconds of a step that decodes as many tokens and prefills none; 0 if this step computes
+            usual_s: the usual seconds of a step that decodes as many tokens and prefills none; 0 if the step computes
                 nothing.
         """
         if self.is_timing and (self._is_over or self._steps == _LONGEST_RUN):
@@ -148,7 +145,7 @@ class PrefillRate:
         self._usual_s += usual_s
 
     def idle(self, now: float) -> None:
-        """End the run, because the engine has nothing left to compute."""
+        """End the run when the engine becomes idle."""
         if self.is_timing:
             self._end(now)
 
@@ -167,7 +164,7 @@ class PrefillRate:
 
 
 def _median(runs: Sequence[tuple[float, int]]) -> float:
-    """Return the median of seconds per token, weighted by tokens; 0 without runs."""
+    """Return the median of the runs' seconds per token, weighted by their tokens; 0 without runs."""
     half = sum([tokens for _, tokens in runs]) / 2
     reached = 0
     for seconds, tokens in sorted(runs):
@@ -178,14 +175,14 @@ def _median(runs: Sequence[tuple[float, int]]) -> float:
 
 
 class FirstTokens:
-    """Measures times to first token, for each kind of lookup result. Runs on the engine's thread.
+    """Measures times to first token, and the place in which the request's lookup found blocks.
 
     Each step checks the admitted requests that have no token yet. The measured time ends at the first step after the
-    token, or at the request's end. A step without such requests costs one comparison.
+    token, or at the request's end.
 
     Args:
         hook: the current hook's time.
-        bus: source of `LookupAnswered`, which reports admissions.
+        bus: the bus on which `LookupAnswered` reports admissions.
     """
 
     def __init__(self, hook: HookTime, bus: Bus) -> None:
@@ -200,11 +197,11 @@ class FirstTokens:
         bus.count(LookupAnswered, self._settled)
 
     def look(self) -> list[FirstTokenReached]:
-        """Return the events of requests that now have their first token. Called when a step is scheduled."""
+        """Return an event for each request that has got its first token since the last step."""
         return [self._arrived(request) for request in tuple(self.admitted) if self.waiting[request][1]()]
 
     def ended(self, request: RequestId) -> list[FirstTokenReached]:
-        """Remove a request that ends. If its first token came in its last step, return the event."""
+        """Remove a request that ends. Return its event if it got its first token in its last step, else []."""
         if request in self.admitted and self.waiting[request][1]():
             return [self._arrived(request)]
         self.waiting.pop(request)
@@ -212,7 +209,7 @@ class FirstTokens:
         return []
 
     def load_failed(self, request: RequestId) -> None:
-        """Record that a request computes its tokens, because the load of these tokens failed."""
+        """Record that a request computes the tokens of its hit, because the load failed."""
         if (found := self.admitted.get(request)) is not None:
             computed = found.miss_tokens + found.hit_tokens
             self.admitted[request] = replace(found, hit_tokens=0, fetched_tokens=0, miss_tokens=computed)

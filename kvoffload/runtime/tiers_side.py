@@ -1,4 +1,4 @@
-"""The lower tiers on the scheduler's side: their catalogs, and the steps that an idle engine makes for them.
+"""The lower tiers on the scheduler's side: the tiers' catalogs, and the steps of an idle engine for these tiers.
 
     step ─▶ facts for the core: blocks in the index, the remote tier's answers, overdue jobs ─▶ records for the index
     report ─▶ newly opened slot files, records for the index
@@ -58,36 +58,36 @@ _LATE_STEPS = 4
 
 
 class AsksCore(Protocol):
-    """Calls the core and handles its exceptions."""
+    """Calls the core and handles the core's exceptions."""
 
     def ask(self, name: str, question: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """Return the answer to `question`, or `otherwise` if the core raises now or has raised before."""
+        """Call `question` and return its result, or `otherwise` if the core raises now or has raised before."""
 
 
 class TiersSide:
     """The part of `SchedulerSide` and of `TierCache` for the tiers below the host.
 
     Args:
-        core: the core, which has at least one such tier.
-        faults: calls the core and catches its exceptions.
+        core: the core, with a disk, a remote tier or both.
+        faults: calls the core and handles the core's exceptions.
         config: the operator's settings.
         portal: provides threads that may wait for a tier.
         clocks: the clocks to read.
-        disk: the location of the disk's files, None without a disk.
-        remote: the address of the remote tier and how to identify this engine's KV, None without one.
-        key: authenticates the contents of both tiers; None if all their writers are trusted.
+        disk: the location of the disk's files; None without a disk.
+        remote: the address of the remote tier, and a function that identifies this engine's KV; None without a remote
+            tier.
+        key: authenticates the contents of both tiers; None if all writers of these tiers are trusted.
 
     Attributes:
-        due: facts about the disk's index that are ready for the core; while there are any, a step takes facts.
-        ended: ended calls to the remote tier; while there are any, a step takes facts.
-        polls_at: when a step takes facts even if no call has ended.
+        due: functions that return facts about the disk's index. While there are any, each step calls `take_facts`.
+        ended: ended calls to the remote tier. While there are any, each step calls `take_facts`.
+        polls_at: the time at which a step calls `take_facts` even if no call has ended.
         asks: the core's queries for the remote tier.
         records: the core's records for the disk's index.
-        overdue_at: when the open jobs become overdue, unless a job begins or ends before then.
-        remote_faults: failed calls of the scheduler's side to the remote tier.
-        awaits_files: whether any rank has not opened its slot file yet.
-        is_opening: whether steps must check for tiers that are opening; True until all tiers are open, or until the
-            warning about a slow tier.
+        overdue_at: when the open jobs become overdue, unless a job begins or ends before.
+        remote_faults: for each kind of failure, how many calls of the scheduler's side to the remote tier have failed.
+        awaits_files: True while a rank's report about its slot file is missing.
+        is_opening: True until all tiers are open, or until the log has a warning about a tier that opens slowly.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class TiersSide:
         self._stepped_at = -inf
 
     def handle_facts(self, bus: Bus) -> None:
-        """Register the core's handlers of facts about these tiers."""
+        """Register the core's handlers of facts about lower tiers."""
         bus.handle(facts.DiskRestored, self._tiers.disk_restored)
         bus.handle(facts.DiskClosed, self._tiers.disk_closed)
         bus.handle(facts.RemoteOpened, self._tiers.remote_opened)
@@ -144,13 +144,13 @@ class TiersSide:
         bus.handle(facts.RemoteAnswered, self._tiers.remote_answered)
 
     def ask(self) -> None:
-        """Ask the remote tier which blocks it has for requests that arrived."""
+        """Send the core's queries to the remote tier."""
         if self._remote is not None and self._core.remote is not None:
             for request, keys in self._faults.ask("seen", self._core.remote.take_asks, list[Ask]()):
                 self._remote.ask(request, keys)
 
     def take_facts(self, now: float) -> list[facts.Fact]:
-        """Return new facts for the core. If no job has begun or ended in time, all open jobs are overdue (R16)."""
+        """Return new facts for the core. At `overdue_at`, report all open jobs as overdue (R16)."""
         found = list[facts.Fact]()
         if self.is_opening:
             self._look_at_opening(now)
@@ -166,7 +166,7 @@ class TiersSide:
         return found
 
     def _look_at_opening(self, now: float) -> None:
-        """Warn once if a tier is still opening after the engine has been stepping for a minute."""
+        """Log a warning, once, if a tier is not open after the engine has been stepping for a minute."""
         self._opening_s += min(now - self._stepped_at, _LONGEST_STEP_S)
         self._stepped_at = now
         stages = {name: catalog.opening for name, catalog in self._catalogs.items() if catalog.opening}
@@ -177,11 +177,11 @@ class TiersSide:
                 log.warning("tier_still_opening", tier=name, stage=stage, after_s=OPENING_S, note=note)
 
     def moved(self, now: float) -> None:
-        """Restart the time limit of open jobs, because a job on these tiers began or ended."""
+        """Restart the time limit of open jobs, because one of them began or ended."""
         self.overdue_at = now + self._patience_s
 
     def reported(self, reports: Sequence[TransferReport], now: float, *, has_moved: bool) -> None:
-        """Process the ranks' reports. `has_moved` tells whether jobs on these tiers ended."""
+        """Process the ranks' reports; `has_moved` is True if a job on these tiers has ended."""
         if has_moved:
             self.moved(now)
         if self.disk is not None and self.awaits_files:
@@ -190,25 +190,25 @@ class TiersSide:
             self.record()
 
     def record(self) -> None:
-        """Pass records to the disk's index."""
+        """Pass the core's records to the disk's index."""
         if self.disk is not None and self._core.disk is not None:
             records = self._faults.ask("disk", self._core.disk.take_records, list[DiskRecord]())
             if records:
                 self.disk.append(records)
 
     def rest(self, now: float) -> None:
-        """Record that the last request has ended."""
+        """Record when the last request ended."""
         self._idle_since = now
 
     @property
     def has_work(self) -> bool:
-        """Return whether an engine without requests must keep stepping. Ended copies are noticed only in steps."""
+        """Return whether an engine without requests must keep stepping for these tiers, at most for `disk_drain_s`."""
         is_opening = self.disk is not None and self.disk.is_opening
         is_busy = is_opening or self._jobs.pending
         if not (is_busy or self._faults.ask("has_work", lambda: self._tiers.is_due, False)):
             return False
         now = self._now()
-        if self._idle_since is None:  # The engine has just started.
+        if self._idle_since is None:  # the engine has just started
             self._idle_since = now
         if now - self._idle_since < self._drain_s:
             return True
@@ -216,11 +216,10 @@ class TiersSide:
         return False
 
     def reset(self) -> bool:
-        """Invalidate all blocks on these tiers. Return True if later processes cannot find these blocks either."""
+        """Discard all blocks on these tiers; return True if later processes cannot find these blocks either."""
         if self._remote is not None:
             self.polls_at = -inf
-        # Build a list instead of short-circuiting, because every catalog must be reset, even if the first reset is
-        # incomplete.
+        # A list instead of a generator: every catalog must be reset, even if the first reset is incomplete.
         are_done = [catalog.reset() for catalog in self._catalogs.values()]
         return all(are_done)
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 log = get_logger("worker")
 
-_STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying; a load may have to wait this long
-REMOTE_THREADS = 2  # a client splits batches itself, so a few threads suffice
-_DRAIN_S = 5.0  # seconds that `close` waits for copies beyond `transfer_timeout_s`
+_STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying, for which a load may have to wait
+REMOTE_THREADS = 2  # few threads suffice, because the tiers' clients transfer a batch in parallel
+_DRAIN_S = 5.0  # how many seconds longer than `transfer_timeout_s` `close` waits for copies
 _PINNING_S = 10.0  # how many seconds an engine's start waits for pinned memory
 
 
@@ -46,15 +46,15 @@ class WorkerSide:
     """The copies of one rank.
 
     Args:
-        rank, ranks: this rank, and the number of ranks.
-        local_ranks: how many ranks are on this machine (by default all of them); their numbers are consecutive.
+        rank, ranks: the rank's number, and the number of ranks.
+        local_ranks: how many ranks, with consecutive numbers, run on this machine; by default all ranks.
         config: the operator's settings.
         portal: runs the transfer coroutine.
-        clock: the coroutine's clock.
-        copier: moves the bytes; by default a copier for the tensors' device.
-        disk: the location of the disk's files, None without a disk.
-        remote: the remote tier's address, None without one.
-        tier_key: authenticates the contents of lower tiers; None if all their writers are trusted.
+        clock: the transfer coroutine's clock.
+        copier: copies the bytes; by default a copier for the tensors' device.
+        disk: the location of the disk's files; None without a disk.
+        remote: the remote tier's address; None without a remote tier.
+        tier_key: authenticates the contents of lower tiers; None if all writers of these tiers are trusted.
     """
 
     def __init__(
@@ -85,23 +85,22 @@ class WorkerSide:
         self._remote: TierJobs | None = None
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
-        # Until the first step: the arena, if not all of its memory is pinned, and when pinning began.
+        # The arena, and when pinning its memory began; None after the first step, or if no memory is pinned.
         self._unprepared: tuple[Arena, float] | None = None
         self._load_fence: Fence = None
 
     def register(self, layout: DeviceLayout) -> int:
-        """Register the rank's KV memory and start preparing host memory. Return how many slots there will be.
+        """Register the rank's KV memory and start to prepare host memory. Return how many slots there will be.
 
-        With CUDA this call pins memory for some seconds. Afterwards the engine captures graphs, and pinning on any
-        thread can break a capture. So the rest is pinned from the first step on.
+        With CUDA, this method pins memory for up to ten seconds, and the remaining memory is pinned after the first
+        step begins. In between the engine captures graphs, which pinning on any thread can break.
 
         Raises:
-            ConfigError: `host_bytes` is less than one block or more than the machine has left, or the setting `layout`
-                requires each block in one piece and the engine does not store blocks this way.
+            ConfigError: `host_bytes` is less than one block or more than the machine has left, or `layout` requires
+                each block in one piece and the engine stores blocks in several pieces.
         """
         check_pieces(self._config.layout, layout)
-        # The machine's first rank checks for all ranks: later ranks see less free memory, because earlier ranks have
-        # already allocated memory.
+        # The machine's first rank checks for all ranks, because free memory shrinks while ranks allocate theirs.
         ranks = self._local_ranks if self._rank % self._local_ranks == 0 else 1
         slots = slots_for(self._config.host_bytes // self._ranks, layout, ranks=ranks)
         executor = self._portal.executor
@@ -141,33 +140,33 @@ class WorkerSide:
             host_bytes=size_text(self._config.host_bytes),
             slots=slots,
             slot_bytes=layout.slot_bytes,
-            times_device=round(slots / (layout.regions[0].blocks - 1), 1),  # The null block does not count.
+            times_device=round(slots / (layout.regions[0].blocks - 1), 1),  # not counting the null block
             store_policy=self._config.store_policy,
             verify=self._config.verify,
         )
         return slots
 
     def begin_step(self, plan: TransferPlan) -> None:
-        """Begin a step. The step's loads wait for all device work that this thread has enqueued so far (R13).
+        """Begin a step. The step's loads wait for the device work that the calling thread has enqueued before (R13).
 
-        The step's own forward pass does not touch the loads' blocks, so an engine may launch it before `start_loads`.
+        The step's forward pass does not use the loads' blocks, so an engine may launch the pass before `start_loads`.
         """
         unprepared, self._unprepared = self._unprepared, None
         if unprepared is not None and self._portal.is_alive:
-            # Without the portal, no more memory can be pinned.
+            # Only the portal can pin memory.
             self._tasks.append(self._portal.spawn(self._prepare, *unprepared))
         self._load_fence = self.pump.fence() if plan.loads else None
 
     def start_loads(self, plan: TransferPlan) -> None:
-        """Submit the plan's loads. The loads wait for device work enqueued before the step began."""
+        """Submit the plan's loads, which wait for the device work enqueued before `begin_step`."""
         if plan.loads:
             fence, self._load_fence = self._load_fence, None
             self.pump.submit_loads(plan.loads, fence)
 
     def start_stores(self, plan: TransferPlan) -> None:
-        """Queue the plan's stores, and pass jobs and cancellations to the lower tiers.
+        """Submit the plan's stores, its jobs with lower tiers, and its cancellations.
 
-        Stores wait for all work that the calling thread has enqueued on the device so far (R13).
+        Stores wait for the device work that the calling thread has enqueued before (R13).
         """
         if plan.stores:
             self.pump.submit_stores(plan.stores)
@@ -180,7 +179,7 @@ class WorkerSide:
                 tier.cancel(plan.cancelled)
 
     def take_report(self) -> TransferReport | None:
-        """Return a report of the copies that ended since the last call, or None if nothing is new. Never waits."""
+        """Return a report of the copies that ended since the last call; None if nothing is new. Never waits."""
         pump = self.pump
         if not self._portal.is_alive:
             pump.coroutine_lost("the portal's thread is gone")
@@ -201,17 +200,17 @@ class WorkerSide:
                 tier.close()
         for task in self._tasks:
             task.cancel()
-        # If the portal has ended, copies may still use our memory, so a new portal waits for them.
+        # Copies may still use the memory after the portal has ended, so a new portal waits for them.
         portal = self._portal if self._portal.is_alive else Portal("kvoffload-drain")
         try:
             portal.spawn(pump.close).result(self._config.transfer_timeout_s + _DRAIN_S)
-        except Exception as error:  # The engine is stopping and must still close other parts.
+        except Exception as error:  # The engine must be able to close its other parts.
             log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
         if portal is not self._portal:
             portal.close()
 
     async def _prepare(self, arena: Arena, began: float) -> None:
-        """Prepare host memory, and log when it is ready. If the allocation fails, the arena logs the failure."""
+        """Prepare host memory, and log when the memory is ready. The arena logs a failed allocation."""
         await arena.prepare(with_pauses=arena.layout.is_cuda)
         if arena.refusal is None:
             log.info(
@@ -223,7 +222,7 @@ class WorkerSide:
             )
 
     def _coroutine_ended(self, pump: TransferPump) -> None:
-        """Let the pump continue without its coroutine, unless this side is closing."""
+        """Report to the pump that its coroutine has ended, except while `close` runs."""
         if self._pump is pump:
             pump.coroutine_lost("the transfer coroutine ended")
 
@@ -245,7 +244,7 @@ def open_disk(
     checksums: Checksums | None = None,
     key: TierKey | None = None,
 ) -> RankDisk:
-    """Return the disk jobs of one rank; the slot file opens in the background."""
+    """Return an object that runs one rank's disk jobs. The slot file opens in the background."""
     shape = SlotShape(rank, ranks, arena.layout.slot_bytes, digest_of(arena.layout))
     return RankDisk(
         FileOpening(place, shape, config.disk_bytes // ranks),
@@ -269,7 +268,7 @@ def open_remote(
     checksums: Checksums | None = None,
     key: TierKey | None = None,
 ) -> TierJobs:
-    """Return one rank's jobs with the remote tier; the connection opens in the background."""
+    """Return an object that runs one rank's jobs with the remote tier. The connection opens in the background."""
     executor = portal.new_executor("remote", threads=REMOTE_THREADS)
     timeout_s, monotonic = config.remote_timeout_s, clock.monotonic
     connect = partial(open_store, address, timeout_s)
@@ -279,10 +278,10 @@ def open_remote(
 
 
 def merged(report: TransferReport, disk: TierReport | None, remote: TierReport | None) -> TransferReport:
-    """Add the tiers' reports to the report of the device's copies.
+    """Return a report with the jobs of the lower tiers added to those between device and host.
 
-    Spills are listed first, so that a load that ran at the same time as a spill still counts as open when the core
-    processes the spill's end (see `AdaptiveLimit`).
+    The lower tiers' jobs come first: when the core processes a spill's end, a load that ran beside the spill must
+    still count as open (see `AdaptiveLimit`).
     """
     jobs = [job for tier in (disk, remote) if tier is not None for job in tier.jobs]
     return replace(
