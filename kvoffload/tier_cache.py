@@ -365,7 +365,7 @@ class TierCache:
         return self._is_closed or self._is_resetting or self.degraded is not None
 
     def _wait(self, is_done: Callable[[], bool], until: float) -> bool:
-        """Release the lock and wait; return whether `is_done` became true before `until` while the cache works."""
+        """Release the lock and wait, at most until `until`; return whether `is_done` is true and the cache works."""
         self._changed.wait_for(lambda: self._is_off or is_done(), max(until - time.monotonic(), 0.0))
         return not self._is_off and is_done()
 
@@ -373,7 +373,7 @@ class TierCache:
         return not self._is_off and any(tier.is_usable and key in tier.pool.index for tier in self._tiers)
 
     def _ask_remote(self, keys: Sequence[BlockKey], until: float, *, are_hints_enough: bool) -> None:
-        """Query the remote tier for blocks that are not found elsewhere, and wait for the answer until `until`."""
+        """Query the remote tier for blocks that were not found elsewhere, and wait for the answer."""
         state, remote = self._state, self._state.remote
         if remote is None or not remote.is_usable:
             return
@@ -390,7 +390,7 @@ class TierCache:
             self._asked.discard(name)
 
     def _fetch(self, keys: Sequence[BlockKey], slots: dict[BlockKey, SlotId], until: float) -> None:
-        """Fetch blocks to staging slots, each from the first tier that has the block. Pin the slots in `slots`."""
+        """Fetch blocks to staging slots from the first tier that has them. Pin the slots and add them to `slots`."""
         pool, on_way, remote = self._pool, self._stores.in_flight.keys, self._state.remote
         failed = set[BlockKey]()
 

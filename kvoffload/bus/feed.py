@@ -61,7 +61,7 @@ class Feed(Generic[T]):
 
     async def take(self, most: int = 1) -> list[T]:
         """Wait for events and return up to `most` of the oldest; [] if the feed is closed and empty."""
-        if self._taken % _TURN == _TURN - 1:  # Consumers of many events per call let other tasks run.
+        if self._taken % _TURN == _TURN - 1:  # Only consumers that take one event per call need this pause.
             await asyncio.sleep(0)
         while True:
             # Read the flag before the queue, because an event may arrive just before the feed is closed.
@@ -102,7 +102,7 @@ class Feed(Generic[T]):
             self._asleep = False
 
     def _wake(self) -> None:
-        # Clear the flag before waking the consumer, so that later events wake it again only if it sleeps again.
+        # Clear the flag before waking the consumer, so that later events wake the consumer only if it sleeps again.
         self._asleep = False
         assert self._loop is not None, "asleep without a loop"
         try:

@@ -82,7 +82,7 @@ class BlockTables:
         if table is None or not (self.entries or self.shared):
             return
         recycling = [(group, row) for group, row in enumerate(table) if self._recycles[group]]
-        if not self.shared:  # Only the table of `record` names each of these blocks.
+        if not self.shared:  # Each of the record's blocks has a single table entry.
             entries = self.entries
             for block in [block for _, row in recycling for block in row if block != NULL_BLOCK]:
                 entries.pop(block, None)

@@ -415,8 +415,8 @@ class Stall:
     """Counts jobs that timed out, and stops new copies before such jobs lease the whole device pool (R5, R16).
 
     Args:
-        limit: new copies stop when timed-out jobs together lease more device blocks than this, unless a single job has
-            leased as many.
+        limit: how many device blocks timed-out jobs may lease together before new copies stop. A single job may exceed
+            the limit.
     """
 
     def __init__(self, limit: int) -> None:

@@ -192,7 +192,7 @@ class Loads:
 
     Args:
         state: the core's state.
-        hits: keeps the answers of lookups.
+        hits: the answers to lookups that wait for an allocation.
         planner: the store planner, called after each successful load.
     """
 

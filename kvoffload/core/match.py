@@ -90,8 +90,6 @@ def _match_in_one_full_group(
 
 
 class _Search:
-    """One search of `longest_match`."""
-
     def __init__(
         self,
         shape: EngineShape,
@@ -150,7 +148,7 @@ class _Search:
         return tuple([slot for _, slot in blocks])
 
     def aligned(self, length: int) -> int:
-        """Round a length in tokens down to a possible length of a hit."""
+        """Round a number of tokens down to a multiple of `EngineShape.alignment`."""
         return length - length % self._alignment
 
     def _extend(self, group: GroupSpec, limit: int) -> int:
@@ -188,7 +186,7 @@ class _Search:
         return None
 
     def _needed(self, group: GroupSpec, length: int, end: int) -> range:
-        """Return the positions of the blocks up to `end` that the token at `length` needs and the device lacks."""
+        """Return the positions of blocks before token `end` that a hit of `length` tokens needs from the host."""
         first = max(group.first_needed_token(length), self._start)
         return range(first // group.block_tokens, end // group.block_tokens)
 
@@ -201,5 +199,5 @@ class _Search:
         return keys[position] if position < len(keys) else None
 
     def _behind(self, group: GroupSpec) -> int:
-        """Return how many tokens after a hit must match, too: a block's if a draft model looks ahead, otherwise 0."""
+        """Return how many tokens after a hit must also match: one block's if a draft model looks ahead, else 0."""
         return group.block_tokens if group.has_lookahead else 0

@@ -378,7 +378,7 @@ class OffloadCore:
             return
         state.degraded = fact.cause
         state.tally.events.append(events.OffloadingDegraded(fact.cause, fact.detail))
-        # After a handler has raised, the core gets no reports, so no job would end otherwise.
+        # After a handler has raised, the core gets no more reports, so running loads are dropped, too.
         is_last = fact.cause is DegradeCause.HANDLER_RAISED
         for job in tuple(state.jobs.open.values()):
             if is_last or job.state is JobState.PLANNED or not isinstance(job, Load):

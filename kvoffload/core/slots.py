@@ -121,10 +121,10 @@ def count(counts: dict[Item, int], items: Sequence[Item]) -> None:
 
 
 def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
-    """Undo one use of each item; return the items that are no longer used, in the same order.
+    """Subtract 1 from each item's count; return the items whose count is 0 now, in the same order.
 
     Raises:
-        KeyError: an item is not used; nothing has changed.
+        KeyError: an item has no count; nothing has changed.
     """
     if sum(map(counts.__getitem__, items)) == len(items):
         for item in items:

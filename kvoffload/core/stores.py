@@ -101,7 +101,7 @@ class Stores:
         self._decide(offers, last_chance=last_chance)
 
     def refuse(self, offers: Sequence[Offer], outcome: StoreOutcome) -> None:
-        """Count blocks that cannot be stored as offers with this outcome."""
+        """Count an offer with this outcome for each block that cannot be stored."""
         if offers:
             self._state.tally.offered(len(offers))
         for offer in offers:
@@ -251,7 +251,7 @@ class Stores:
         return StoreOutcome.STALLED if self._state.stall.is_on else StoreOutcome.LEASE_LIMIT
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | StoreOutcome:
-        """Return the offer with a block that may be stored, or the offer's outcome if there is none (R3, R7, R10)."""
+        """Return the offer with a block that has its key, or an outcome if the offer must be declined (R3, R7, R10)."""
         state, block = self._state, offer.block
         if block == NULL_BLOCK:
             # The table's position was zeroed, but another block on the device may have the key.
@@ -274,7 +274,7 @@ class Stores:
         return block in self._state.computed_since_reset and not is_tainted
 
     def _decline(self, offer: Offer, outcome: StoreOutcome, *, last_chance: bool) -> None:
-        """Let an offer wait if the outcome allows that, or settle the offer."""
+        """Defer an offer if its outcome may still change; otherwise settle the offer."""
         record = owner(offer) if outcome in _WAITS and not last_chance else None
         if record is None:
             self._settle(offer.key, outcome)
@@ -401,7 +401,7 @@ class Stores:
             state.pool.use(ownerless, {})
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
-        """Count blocks evicted for space, and have running requests offer the watched ones again."""
+        """Count blocks evicted for space, and schedule the watched offers of these blocks for the next step."""
         state = self._state
         state.misses.note(keys, MissCause.EVICTED)
         # `lost` counts evicted blocks that were still waiting to be spilled.
@@ -436,7 +436,7 @@ class Stores:
 
     @staticmethod
     def _offer_of(record: RequestRecord, group: GroupId, position: int) -> Offer:
-        """Return an offer of the block at a position of the request's table; of the null block after zeroing."""
+        """Return an offer of the block at this position of the request's table, which may be the null block."""
         assert record.table is not None, record
         blocks = record.table[group]
         block = blocks[position] if position < len(blocks) else NULL_BLOCK

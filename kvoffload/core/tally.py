@@ -76,10 +76,10 @@ class Tally:
             self.has_sums = True
 
     def take(self, *, everything: bool = False) -> list[Event]:
-        """Return the events since the last call, and the sums, which are held back while `planned` has jobs.
+        """Return the events since the last call. Add the sums if no jobs are planned.
 
         Args:
-            everything: return the sums in any case.
+            everything: add the sums in any case.
         """
         events, self.events = self.events, []
         self.has_sums = False

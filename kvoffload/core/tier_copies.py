@@ -269,7 +269,7 @@ class Fetches(_Copies[Fetch]):
             self._tier.read(tier_slots[::-1])
 
     def _lose(self, job: Fetch, positions: Sequence[int], outcome: TierOutcome) -> list[Offer]:
-        """Invalidate blocks of a fetch, and plan no other fetch for its requests unless the fetch was cancelled."""
+        """Invalidate blocks of a fetch. Unless the fetch was cancelled, its requests get no other fetch."""
         waited = super()._lose(job, positions, outcome)
         self._stores.offer_again(waited)
         if outcome is not TierOutcome.CANCELLED:
@@ -347,7 +347,7 @@ class Spills(_Copies[Spill]):
         super().reported(job, rank, report)
 
     def _arrived(self, job: Spill) -> None:
-        """Let lookups find the spilled blocks on the tier, and record blocks on the disk for the next process."""
+        """Let lookups find the spilled blocks on the tier. The disk's index records them for the next process."""
         tier = self._tier
         tier.spill_ended(job, self._state.jobs.last, is_load_open=self._is_load_open)
         self._settle(job, job.keys, TierOutcome.DONE)
@@ -405,12 +405,12 @@ class LowerTiers:
         self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
         self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
         self._spilled_at = 0  # the last step in which a spill was planned
-        self._enough = 1  # the queue length from which on `step` plans copies at once
+        self._enough = 1  # the queue length at which `step` plans copies without waiting for more blocks
 
     # -- for requests -------------------------------------------------------------------------------------------
 
     def request_seen(self, record: RequestRecord) -> None:
-        """Fetch an arriving request's blocks from lower tiers, and query the remote tier for blocks found nowhere."""
+        """Fetch an arriving request's blocks, and query the remote tier for blocks that no other tier has."""
         for fetches in self._fetches:
             if fetches.warm:
                 fetches.leave_to(record)
@@ -479,7 +479,7 @@ class LowerTiers:
         return record.awaits_fetch is not None
 
     def leaves(self, record: RequestRecord) -> None:
-        """Cancel fetches that only this request waits for. Called when the request ends before its allocation."""
+        """Cancel the fetches for which no other request waits. Call this method if a request ends before it runs."""
         jobs = self._state.jobs
         for job in [job for job in jobs.open.values() if isinstance(job, Fetch) and record in job.wanted]:
             del job.wanted[record]
@@ -509,8 +509,8 @@ class LowerTiers:
     def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
         """Return the first of a prefix's keys that the host lacks, or None if the host has all keys.
 
-        The search is binary, because the host evicts a prefix's head last. It can miss a gap before the returned key;
-        the request's lookup then plans the fetch.
+        The search is binary, because the host evicts a prefix's head last. The search can skip an earlier missing key,
+        whose fetch the request's lookup then plans.
         """
         parts = self._state.pool.index.parts
         first = bisect_left(keys, True, key=lambda key: key not in parts[key[0]])

@@ -136,7 +136,7 @@ class LowerTier:
         return tier_slots
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
-        """Return the `Job.extra` of a fetch from these slots, or of a spill, for which no slots are given."""
+        """Return a job's `Job.extra`. A fetch passes the slots that it reads, and a spill passes none."""
         return ()
 
     # -- blocks -------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class DiskTier(LowerTier):
         self.is_open = is_last
 
     def take_records(self) -> list[DiskRecord]:
-        """Return the changes that must be written to the disk's index, since the last call."""
+        """Return the changes since the last call, which must be written to the disk's index."""
         return _take(self.records)
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
@@ -254,7 +254,7 @@ class DiskTier(LowerTier):
             self.records.append(Invalidate(tier_slot))
 
     def forget_all(self) -> int:
-        """Remove all blocks; return their number. The caller deletes the disk's index, so no removal is recorded."""
+        """Remove all blocks; return their number. No removal is recorded, because a reset deletes the disk's index."""
         slots = len(self.has_block)
         self.has_block = bytearray(slots)
         self.sums = [array("Q", bytes(8 * slots)) for _ in self.sums]

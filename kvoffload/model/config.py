@@ -22,7 +22,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
 _MOST = 2**63 - 1  # the largest value of a setting that counts bytes, hits or tokens
 # About thirty years: the standard library rejects timeouts of several hundred years.
 _LONGEST_TIMEOUT_S = 10**9
-_LONGEST_SHOWN = 200  # the most characters of a name, and of a bad value in an error
+_LONGEST_SHOWN = 200  # the maximum length, in characters, of a name, and of a bad value in an error
 
 AUTO: Final = "auto"
 """The value of `min_load_tokens` that selects the measured break-even length."""
@@ -238,8 +238,8 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
 
 
 def _translated(raw: Mapping[str, object], values: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Convert the values of vLLM's own keys to those of our settings."""
-    values.pop(_BACKEND, None)  # the key's only allowed value needs no setting
+    """Return the values, with the values of vLLM's own keys converted to values of our settings."""
+    values.pop(_BACKEND, None)  # the key's only allowed value changes nothing
     if "lazy_offload" in raw:
         values["store_policy"] = "lazy" if values["store_policy"] else "eager"
     if PER_RANK in raw:
@@ -266,7 +266,7 @@ def _shown(value: object) -> str:
     """Return a value's text for an error, shortened and without a URL's credentials."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # too many digits for Python to print, or nested too deep
+    except (ValueError, RecursionError):  # for numbers with too many digits, and deeply nested values
         return f"a {type(value).__name__} that is too large to show"
     text = re.sub(r"//.*@", "//...@", text)
     text = re.sub(r"(//.*?[?#]).*", r"\1...", text)

@@ -1,4 +1,4 @@
-"""The engine as the core sees it: its shape, its promises and its block pool."""
+"""The core's description of an engine: its shape, its promises and its block pool."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class EngineShape:
 
     @cached_property
     def alignment(self) -> int:
-        """Return the number of tokens of which every hit's length is a multiple."""
+        """Return the alignment of hits in tokens: every hit's length is a multiple of the alignment."""
         return self.match_tokens or math.lcm(*(group.block_tokens for group in self.groups))
 
     @cached_property
@@ -114,7 +114,10 @@ class EngineShape:
 
     @property
     def turnover_blocks(self) -> int:
-        """Return how many device blocks a step allocates at most to one request, and usually to all requests."""
+        """Return the maximum number of device blocks that a step allocates to one request.
+
+        A step rarely allocates more blocks to all of its requests together.
+        """
         return sum(self._turnover_of(group) for group in self.groups)
 
     def _turnover_of(self, group: GroupSpec) -> int:

@@ -1,4 +1,4 @@
-"""Errors, grouped by who must act."""
+"""The errors that this package raises."""
 
 from __future__ import annotations
 

@@ -93,14 +93,14 @@ class BoundaryAsked(Event, frozen=True):
 
 
 class BoundaryMade(Event, frozen=True):
-    """The engine handed off the recurrent state after `tokens` tokens that `BoundaryAsked` reported."""
+    """The engine handed off the recurrent state after `tokens` tokens, for which it was asked (`BoundaryAsked`)."""
 
     request: RequestId
     tokens: int
 
 
 class StatesCopied(Event, frozen=True):
-    """A job succeeded, and `blocks` of its blocks are recurrent states."""
+    """A job has copied recurrent states; `blocks` is the number of states."""
 
     direction: Direction
     blocks: int
@@ -194,7 +194,7 @@ class TierCopyEnded(Event, frozen=True):
 
 
 class JobAbandoned(Event, frozen=True):
-    """A copy did not end in time. Its device blocks stay leased until it ends, and its slots are never used again."""
+    """A copy did not end in time. Until the copy ends, its device blocks stay leased. Its slots are not used again."""
 
     job: JobId
     direction: Direction
@@ -216,7 +216,10 @@ class CopiesStalled(Event, frozen=True):
 
 
 class CopiesResumed(Event, frozen=True):
-    """New copies start again, because abandoned copies have ended. The others still lease `blocks` device blocks."""
+    """New copies start again, because abandoned copies have ended.
+
+    `blocks` is the number of device blocks that the remaining abandoned copies lease.
+    """
 
     blocks: int
 
@@ -318,7 +321,7 @@ class FirstTokenReached(Event, frozen=True):
 
     Args:
         request: the request.
-        found: the lowest place in which the request's last lookup found blocks.
+        found: the kind of result of the request's last lookup.
         seconds: time to first token, from the engine's report of the request.
         device_tokens: prompt tokens that the device held.
         host_tokens: prompt tokens loaded from the host, not counting fetched tokens.

@@ -1,4 +1,4 @@
-"""Facts: an engine's reports, and those about its workers and tiers. Each fact class has one handler in the core."""
+"""Facts: reports of an engine, its workers and its tiers. Each fact class has one handler in the core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RequestSeen(Fact, frozen=True):
     Args:
         request: the request's id.
         prompt_tokens: tokens that must be computed or found before the first new token.
-        keys: per group, the keys of the prompt's whole blocks.
+        keys: per group, the keys of the request's whole blocks so far.
         reads_cache: False if the request asked not to read cached blocks.
         persists: True if lower tiers may store the request's KV, because it depends only on its keys and the engine's
             fingerprint.

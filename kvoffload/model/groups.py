@@ -10,7 +10,7 @@ from kvoffload.model.ids import GroupId
 
 
 class AttentionKind(Enum):
-    """How far back a layer reads."""
+    """The attention kinds. They differ in which earlier tokens a layer reads."""
 
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"

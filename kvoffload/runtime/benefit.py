@@ -1,7 +1,7 @@
 """Net benefit: prefill seconds saved, minus seconds that requests waited and seconds that copies added to steps.
 
     saved           loaded tokens times the engine's measured prefill time per token (`PrefillRate`)
-    waited          the waits of requests: for an own load, for another request's load of the same prefix, for a fetch
+    waited          requests' waits: for the own load, for another request's load of the same prefix, or for a fetch
     interference    the time that running copies add to steps (`StepTimes`)
 
 All three are computed from facts and events; an adapter only reports how many tokens a step computes. The results are
@@ -37,7 +37,7 @@ _STALE_S = 60.0
 
 _LEAST_BLOCKS = 4  # the prefill rate is measured over runs of at least this many blocks
 _LEAST_PERIOD_S = 1.0  # seconds between two updates of the break-even lengths
-_PERIOD_S = 60.0  # seconds over which the net benefit must be a loss or a gain to be published
+_PERIOD_S = 60.0  # seconds from one check of the net benefit's sign to the next
 _MATTERS = 0.01  # a net benefit becomes negative only if the loss exceeds this share of the period
 
 
@@ -282,7 +282,7 @@ class NetBenefit:
     # -- sign changes -----------------------------------------------------------------------------------------------
 
     def _judge(self, now: float) -> None:
-        """End a period. Publish its net benefit if the last published one had the other sign."""
+        """End a period. Publish the period's net benefit if it has turned from gain to loss or back."""
         self._price()
         net = self.net_s
         gained = net - self._period_net_s

@@ -26,7 +26,7 @@ from kvoffload.telemetry.catalogue import Hook
 
 
 class HookTime(Struct):
-    """The time of the current hook, which a hook sets at its start, so that its callees need not read a clock.
+    """The time of the current hook. Each hook sets the time at its start, so that code inside the hook reads no clock.
 
     Args:
         now: when the current hook began, in monotonic seconds.
@@ -75,8 +75,8 @@ class LoadAnswers(Struct):
 
     Args:
         loaded, failed: requests whose load succeeded or failed.
-        without_copy: those of the `loaded` and `failed` requests whose load no worker reports, because it was never
-            sent to the workers.
+        without_copy: the requests in `loaded` and `failed` whose load was never sent to the workers, so that no worker
+            reports the load.
         abandoned: the jobs of `failed` requests that a worker is still copying.
     """
 
@@ -217,7 +217,7 @@ class OpenCopies:
             self.answers = answers
 
     def look_at_reset(self) -> None:
-        """Publish the end of the last reset if all jobs that it found open have ended or were abandoned."""
+        """Publish the end of the last reset if all jobs that were open at the reset have ended or were abandoned."""
         states = [job.state for number, job in self._jobs.open.items() if number in self._from_before_reset]
         abandoned = states.count(JobState.ABANDONED)
         self.draining = len(states) - abandoned
@@ -225,7 +225,7 @@ class OpenCopies:
             self._bus.publish(events.ResetEnded(self._epoch, abandoned))
 
     def forget_events(self) -> None:
-        """Drop entries that only an event would end, because the core publishes no more events."""
+        """Drop entries that only an event could remove, because the core publishes no more events."""
         self.by_job = {
             job: copy for job, copy in self.by_job.items() if copy.running and copy.given is not None
         }
@@ -248,7 +248,7 @@ class OpenCopies:
         return Counter(block for job in self.running for block in job.targets)
 
     def count(self, direction: Direction, *, is_overdue: bool) -> int:
-        """Return how many running jobs of a direction are overdue or not. Any thread may call this method."""
+        """Return how many running jobs have this direction and this `is_overdue`. Any thread may call this method."""
         return self._counts[direction, is_overdue]
 
     # -- event handlers -----------------------------------------------------------------------------------------

@@ -52,9 +52,9 @@ WRITE_PERIOD_S = 0.1
 A crash loses the blocks whose records are not written yet.
 """
 _WRITES_A_SYNC = 10
-# the most blocks or free slots to pass to the core in one step, which takes a few milliseconds
+# The maximum number of blocks, or of free slots, that one step passes to the core. This takes a few milliseconds.
 _PART = 2048
-_GROWTH = 2**16  # the most slots to add to the core's pool in one step
+_GROWTH = 2**16  # the maximum number of slots by which one step grows the core's pool
 
 log = get_logger("disk")
 
@@ -66,7 +66,7 @@ class DiskCatalog:
         place: the location of the folder.
         ranks: how many ranks write slot files.
         portal: provides a thread that may wait for the disk.
-        sleep: sleeps for a number of seconds, between two writes.
+        sleep: a coroutine function that waits for a number of seconds, between two writes.
         closes_in_s: how many seconds `close` waits for the disk at most.
         key: authenticates the index; None to use only checksums.
 
@@ -140,7 +140,7 @@ class DiskCatalog:
 
     @property
     def is_opening(self) -> bool:
-        """Return whether facts about the index are still missing or due."""
+        """Return whether the core has not received all facts about the index yet."""
         return self.opening is not None or bool(self.due)
 
     def append(self, records: Sequence[DiskRecord]) -> None:
@@ -154,8 +154,8 @@ class DiskCatalog:
     def reset(self) -> bool:
         """Remove the index; return whether the reset is complete.
 
-        Before this process has locked the folder, the removal is not awaited: this process has written nothing, and
-        blocks that other processes wrote belong to the weights on disk.
+        Before this process has locked the folder, this method does not wait for the removal: the process has written
+        nothing, and blocks that other processes wrote belong to the weights on disk.
         """
         self._was_reset = True
         if self._is_closed:
@@ -307,7 +307,7 @@ class DiskCatalog:
 def _find_index(
     folder: OpenFolder, files: tuple[bytes, ...], slots: int, key: TierKey | None
 ) -> IndexContents | None:
-    """Return the folder's index of these slot files; None if it is missing or, with a warning in the log, unusable."""
+    """Return the folder's index of these slot files, or None if it is missing or unusable. Log why it is unusable."""
     try:
         found = load_index(folder, slots, key)
         if found is not None and found.header.files != files:

@@ -91,7 +91,7 @@ class RemoteCatalog:
         self._has_shared = False
         self._looks_at = float("-inf")
         self._must_replace = self._is_replacing = False
-        self._opened: str | None = None  # the namespace that the core uses
+        self._opened: str | None = None  # the namespace last reported to the core
         # On another thread, because identifying the KV may read all weights.
         self._identified = executor.submit(place.identify)
         self._is_refused = False  # True if the KV could not be identified, so that the tier stays closed

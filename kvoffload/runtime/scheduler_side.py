@@ -41,7 +41,7 @@ _STEP, _ENDED, _REPORT, _RESET = Hook.STEP, Hook.ENDED, Hook.REPORT, Hook.RESET
 
 
 class SchedulerSide:
-    """Offloading for one engine. Only the scheduler's thread may call it, except where a method says otherwise.
+    """Runs offloading for one engine. Other threads than the scheduler's may only call methods that allow it.
 
     Args:
         shape: the engine's fixed properties.
@@ -76,7 +76,7 @@ class SchedulerSide:
         self._clocks = clocks or Clocks()
         self._hook = HookTime()
         # Both dicts contain requests that are not admitted. `_deferred` has the time of a request's first "not yet",
-        # from which its time limit counts. `_waiting` has the time of its first "not yet" since its last other answer.
+        # at which its time limit begins. `_waiting` has the time of the first "not yet" after the last other answer.
         self._deferred: dict[RequestId, float] = {}
         self._waiting: dict[RequestId, float] = {}
         self.shape = shape

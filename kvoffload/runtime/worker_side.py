@@ -43,7 +43,7 @@ _PINNING_S = 10.0  # how many seconds an engine's start waits for pinned memory
 
 
 class WorkerSide:
-    """The copies of one rank.
+    """Copies one rank's shards of blocks, between its device, host memory and the lower tiers.
 
     Args:
         rank, ranks: the rank's number, and the number of ranks.
