@@ -56,7 +56,7 @@ def weights_identity(
     loaded_ns: int | None = None,
     now_ns: Callable[[], int] = time.time_ns,
 ) -> str:
-    """Return a text that identifies a model's weights. This function may read all of the weights.
+    """Return a string that identifies a model's weights. This function may read all of the weights.
 
     Args:
         folder: the model's folder.

@@ -224,7 +224,7 @@ class BlockingCalls(Generic[ResourceT]):
 
     @property
     def works(self) -> bool:
-        """Return whether calls are made."""
+        """Return whether calls may be submitted."""
         return self._policy.is_closed and not self._is_closed and not self._waits
 
     @property

@@ -158,7 +158,7 @@ async def _hanging(server: LocalStore, args: argparse.Namespace) -> tuple[float,
             "half the ring to be fetched",
             lambda: moved(side, "remote", "load") >= _RING * _RING_TOKENS // 16 // 2,
         )
-        await _rate(tokens, 1)  # wait for the start of a second
+        await _rate(tokens, 1)  # wait until the clock reaches a whole second
         before = await _rate(tokens, args.seconds)
         suspend(process)
         meanwhile = await _rate(tokens, args.seconds)

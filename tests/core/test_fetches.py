@@ -6,7 +6,7 @@ import pytest
 
 from kvoffload.core.jobs import Jobs, Owner, Spill
 from kvoffload.core.machine import SlotState
-from kvoffload.core.tiers import LowerTier
+from kvoffload.core.tiers import LayeredIndex, LowerTier
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import LookupDeferred, TierCopyScheduled
 from kvoffload.model.groups import GroupSpec
@@ -14,7 +14,7 @@ from kvoffload.model.ids import JobId, SlotId
 from kvoffload.model.wire import Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
-from tests.core.world import full, key_at, recurrent, window
+from tests.core.world import full, key_at, keys_of, recurrent, window
 
 
 def fetches(world: DiskWorld) -> list[TierCopyScheduled]:
@@ -32,6 +32,15 @@ def test_a_fetch_begins_when_its_request_arrives() -> None:
     assert world.admit(request) == 12
 
 
+def test_a_block_in_the_hosts_first_slot_is_not_taken_for_a_block_on_the_disk() -> None:
+    world = DiskWorld(before=DiskWorld.holding(TEXT, host=32), host=32)
+    world.fetched("shorter", TEXT[:5])
+    index = LayeredIndex(world.core.state.pool.index, [world.lower])
+    slots = [cast("SlotId", index.get(key)) for key in keys_of(TEXT, world.groups[0])[:2]]
+    assert slots == [0, -1]
+    assert [key for key, _, _ in index.on_tiers(slots)] == [key_at(TEXT, 8)]
+
+
 def test_an_arrival_fetches_no_block_that_is_on_the_device_or_host() -> None:
     world = DiskWorld.holding(TEXT, OTHER, host=32)
     world.serve("on the device", TEXT)
@@ -47,6 +56,23 @@ def test_an_arrival_fetches_blocks_that_follow_a_device_hit() -> None:
     world.device.name(block, key_at(TEXT, 4))
     world.add("late", TEXT)
     assert fetches(world)[-1].blocks == 2
+
+
+@pytest.mark.parametrize(("least", "answer"), [(4, None), (5, 0)])
+def test_only_the_tokens_of_fetched_blocks_count_toward_the_break_even(
+    least: int, answer: int | None
+) -> None:
+    world = DiskWorld(before=DiskWorld.holding(TEXT, host=32), host=32)
+    world.serve("first", TEXT)
+    world.device.forget_keys()
+    world.rot(0, world.core.state.pool.index[key_at(TEXT, 4)])
+    corrupt = world.add("corrupt", TEXT[:5])
+    world.admit(corrupt)
+    world.step_and_copy()
+    world.end(corrupt)
+    assert (world.on_host(TEXT), world.below(TEXT)) == (".xxx", "xxx.")
+    world.least_from[Tier.DISK] = least
+    assert world.lookup(world.add("late", TEXT)) == answer
 
 
 @pytest.mark.parametrize("group", [window(6, group=1), recurrent(group=1)])
@@ -214,7 +240,7 @@ def test_r10_a_reset_ends_the_warm_start() -> None:
     assert fetches(world) == []
 
 
-# -- how much at a time -----------------------------------------------------------------------------------------
+# -- limits on a fetch's size -------------------------------------------------------------------------------------
 
 
 NO_OWNER = cast("Owner[Spill]", None)

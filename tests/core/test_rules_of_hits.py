@@ -366,8 +366,8 @@ def test_r9_corrupt_blocks_are_quarantined_and_the_loads_other_blocks_are_kept(
     loading(world)
     world.finish()
     assert world.results == [("a", False)]
-    assert world.loads()[LoadOutcome.CORRUPT] == len(rotten)
-    assert sum(world.loads().values()) == 3
+    others = {LoadOutcome.FAILED: 3 - len(rotten)} if len(rotten) < 3 else {}
+    assert world.loads() == {LoadOutcome.CORRUPT: len(rotten), **others}
     assert world.on_host(TEXT) == left
     assert world.count(SlotState.QUARANTINED) == len(rotten)
     assert world.admit(world.add("b", TEXT)) == 4 * left.index(".")

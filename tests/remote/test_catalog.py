@@ -168,7 +168,7 @@ def test_a_reset_that_the_store_refused_is_repeated_when_the_store_works(world: 
     assert "remote_generation_not_replaced" in [line["event"] for line in lines]
     for _ in range(4):
         world.step()
-    assert generation(first) == ""  # after three failures in a row, the core uses no generation
+    assert generation(first) == ""  # after three failures in a row, the core stops using the generation
     assert not first.reset()
     world.store.fails = False
     world.step(1.0)

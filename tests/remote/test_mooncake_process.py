@@ -276,7 +276,7 @@ def test_client_processes_end_with_the_engine_even_during_a_hanging_call(
         [client] = fake.pids(call)
         if how == "exit":
             process.stdin.close()
-            # This limit is in seconds; a call may take ten times as long.
+            # the hanging call may last ten times as long
             assert process.wait(PATIENCE_S) == 0
         else:
             process.send_signal(signal.SIGKILL)

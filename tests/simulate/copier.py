@@ -154,7 +154,7 @@ class ChaosCopier:
             ticket.end(TicketState.FAILED)
 
     def _begin(self, ticket: ChaosTicket) -> None:
-        """Choose when the batch's bytes are copied, when the batch ends, and how."""
+        """Choose when the batch's bytes are copied, when the batch ends, and its outcome."""
         odds, draws, direction = self.odds, self._draws, ticket.direction
         fate = self._fate()
         seconds = draws.uniform(0, odds.usual_s) * draws.random()

@@ -119,7 +119,7 @@ class SimThread:
             self._ended()
 
     def park(self, seconds: float | None) -> None:
-        """Wait for some seconds, or forever if None. Called only by this thread."""
+        """Wait for some seconds, or forever if None. Only the simulated thread itself may call this."""
         if seconds is not None:
             self.timer = self._loop.call_later(seconds, self.resume)
         self._back.release()
@@ -128,7 +128,7 @@ class SimThread:
             raise Killed
 
     def kill(self) -> None:
-        """End this thread while it waits. Called only by the loop."""
+        """End the simulated thread while it waits. Only the loop may call this."""
         if not self._is_killed:
             self._is_killed = True
             if self._thread is not None:

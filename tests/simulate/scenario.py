@@ -253,7 +253,7 @@ def _block_bytes(shape: EngineConfig) -> int:
 
 
 def _odds(draws: random.Random, ranks: int, timeout_s: float) -> tuple[Odds, ...]:
-    """Return each rank's odds. Either all ranks have the same faults, or only one rank has any."""
+    """Return each rank's fault probabilities: the same for all ranks, or zero for all ranks but one."""
     trouble = draws.choice([*TROUBLES, "none", "some"])
     alone = draws.choice([None, draws.randrange(ranks)])
     in_order = draws.random() < 0.7

@@ -43,7 +43,7 @@ def copy(runs: CopyRuns) -> None:
 
 
 async def close(pump: TransferPump) -> None:
-    """Tell the gate that a worker waits for its copies, then close the pump."""
+    """Record at the gate that a worker waits for its copies, then close the pump."""
     knock(CLOSING).close()
     await _close(pump)
 

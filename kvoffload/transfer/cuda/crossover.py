@@ -176,7 +176,7 @@ class Trial:
         return self.driver.seconds_between(start, end)
 
     def _cover(self) -> CopyRuns:
-        """Return one copy of half the host's scratch memory to the device; its contents do not matter."""
+        """Return a single copy from host to device, of half the scratch memory. Its contents do not matter."""
         numbers = (self.scratch.host.ctypes.data, self.scratch.device, len(self.scratch.host) // 2)
         return CopyRuns(*(np.array([number], np.int64) for number in numbers))
 

@@ -108,7 +108,7 @@ class PageKernel:
 
     def _free_buffer(self) -> _Buffer:
         """Remove and return the oldest buffer. Raise `BufferError` if its launch has not ended, or if there is none."""
-        # If there is no buffer, other threads use all buffers, or failed launches have dropped them.
+        # No buffer is left if other threads use all of them, or if failed launches have dropped them.
         with suppress(IndexError):
             buffer = self._buffers.popleft()
             with suppress(CudaError):  # If the query is refused, a later call repeats it.

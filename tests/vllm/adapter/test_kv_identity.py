@@ -165,7 +165,7 @@ def test_every_use_of_the_maximum_length_in_vllm_is_known() -> None:
     decides = re.compile(r"max_model_len *[<>]|[<>]=? *[\w.]*max_model_len")
     paths = [path for part in ("models", "layers") for path in (root / part).rglob("*.py")]
     found = {path.name for path in paths if decides.search(path.read_text())}
-    # The first two files change the KV. The other files only limit a length.
+    # The first two files change the KV. The other files only limit the context's length.
     assert found == {"phi3_long_rope_scaled_rope.py", "llama4.py", "config.py", "voxtral_realtime.py"}
 
 

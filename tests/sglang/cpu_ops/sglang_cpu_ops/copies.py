@@ -16,7 +16,7 @@ def define() -> None:
     from sglang.srt.mem_cache.pool_host import base, common, mamba, mha, mla
 
     common._cuda_host_register = lambda *_, **__: None
-    # SGLang's own backends read into pinned pages, which torch has on a GPU only.
+    # SGLang's own backends read into pinned pages, which torch can allocate only where there is a GPU.
     base.HostKVCache.pin_memory = property(lambda _: False, lambda *_: None)
     for module in (mha, mla, mamba):
         module.transfer_kv_direct = copy_rows
