@@ -67,10 +67,8 @@ class Life:
 
     def copied(self, direction: Direction) -> int:
         """Return how many blocks were copied to or from lower tiers. No copy may have failed."""
-        outcomes = {copy.outcome for copy in self.copies}
-        assert outcomes <= {TierOutcome.DONE, TierOutcome.CANCELLED}, (
-            self.copies
-        )  # an abort cancels its copies
+        allowed = {TierOutcome.DONE, TierOutcome.CANCELLED}  # an abort cancels its copies
+        assert {copy.outcome for copy in self.copies} <= allowed, self.copies
         return sum(
             copy.blocks
             for copy in self.copies
