@@ -51,7 +51,7 @@ class Prompts:
     def answers(self, server: Server) -> list[Answer]:
         """Send the prompts and check the tokens. Return the server's answers."""
         answers = [server.generate(prompt) for prompt in self.wanted]
-        assert [answer.tokens for answer in answers] == self.right
+        assert [answer.tokens for answer in answers] == self.right, answers
         return answers
 
     @property
