@@ -349,7 +349,6 @@ class Loads:
         if record.incarnation == job.incarnation and record.state < _FINISHING:
             self._state.retention.add(record, pool.pinned(job.slots))
         pool.unpin(job.slots)
-        job.settled = True
         event = events.LoadEnded(job.id, record.request, len(job.slots), LoadOutcome.LOADED)
         self._state.tally.events.append(event)
         self._answer(record, job.incarnation, loaded=True)

@@ -111,6 +111,8 @@ def _counts(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
         yield what, jobs.count(direction, job_state, tier), by_state[tier, direction, job_state]
     late = [job for job in opened if job.state is JobState.ABANDONED]
     yield "pending jobs", jobs.pending, len(opened) - len(late)
+    below = [job for job in opened if job.tier is not Tier.HOST]
+    yield "open jobs of lower tiers", jobs.open_on_tiers, len(below)
     under_late = sum([len(job.targets) for job in late if isinstance(job, DeviceJob)])
     yield "device blocks under copies that timed out", state.stall.blocks, under_late
     open_stores = [job for job in opened if isinstance(job, Store)]

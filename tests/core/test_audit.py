@@ -13,8 +13,8 @@ from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.tally import MissMemory, Tally
 from kvoffload.core.tiers import LowerTier
-from kvoffload.model.causes import DegradeCause, MissCause
-from kvoffload.model.events import BlocksOffered, OffloadingDegraded
+from kvoffload.model.causes import DegradeCause, EvictionCause, MissCause
+from kvoffload.model.events import BlocksEvicted, BlocksOffered, OffloadingDegraded
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId, SlotId
 from kvoffload.model.wire import Direction
 from tests.core.audit import audit
@@ -45,6 +45,13 @@ def test_summed_events_wait_until_no_job_is_planned() -> None:
     assert (tally.events, tally.has_sums) == ([], False)
     planned.clear()
     assert tally.take() == [BlocksOffered(2)]
+
+
+def test_evicted_blocks_of_one_cause_are_reported_with_their_youngest_age() -> None:
+    tally = Tally(planned=())
+    for blocks, age_s in ((2, 5.0), (0, 0.0), (3, 4.0), (1, 6.0)):
+        tally.evicted(EvictionCause.SPACE, blocks, age_s)
+    assert tally.take() == [BlocksEvicted(6, EvictionCause.SPACE, 4.0)]
 
 
 def test_a_block_that_is_leased_twice_takes_two_releases() -> None:

@@ -8,10 +8,10 @@ from kvoffload.core.jobs import Jobs, Owner, Spill
 from kvoffload.core.machine import SlotState
 from kvoffload.core.tiers import LayeredIndex, LowerTier
 from kvoffload.model.causes import TierOutcome
-from kvoffload.model.events import LookupDeferred, TierCopyScheduled
+from kvoffload.model.events import LookupAnswered, LookupDeferred, TierCopyScheduled
 from kvoffload.model.groups import GroupSpec
-from kvoffload.model.ids import JobId, SlotId
-from kvoffload.model.wire import Tier
+from kvoffload.model.ids import JobId, Rank, SlotId
+from kvoffload.model.wire import Tier, TransferReport
 from tests.core.disk_world import DiskWorld
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
 from tests.core.world import full, key_at, keys_of, recurrent, window
@@ -30,6 +30,15 @@ def test_a_fetch_begins_when_its_request_arrives() -> None:
     assert [(each.blocks, each.request, each.tokens) for each in fetches(world)] == [(3, request.name, 12)]
     world.copy_all()
     assert world.admit(request) == 12
+
+
+def test_only_the_fetched_part_of_a_hit_counts_as_fetched() -> None:
+    world = DiskWorld.holding(TEXT, host=32)
+    world.serve("shorter", TEXT[:5])
+    world.device.forget_keys()
+    assert world.admit(world.fetched("late")) == 12
+    answer = world.reported(LookupAnswered)[-1]
+    assert (answer.hit_tokens, answer.fetched_tokens, answer.fetched_from) == (12, 8, Tier.DISK)
 
 
 def test_a_block_in_the_hosts_first_slot_is_not_taken_for_a_block_on_the_disk() -> None:
@@ -235,7 +244,9 @@ def test_a_warm_start_waits_until_host_memory_is_ready() -> None:
 
 def test_r10_a_reset_ends_the_warm_start() -> None:
     world = restarted(TEXT)
+    assert world.core.lower_tiers.is_due
     world.reset()
+    assert not world.core.lower_tiers.is_due
     world.settle()
     assert fetches(world) == []
 
@@ -256,7 +267,7 @@ def ended(tier: LowerTier, number: int, *, last: int = 0, is_load_open: bool = F
 
 def test_a_spill_holds_at_most_64_mib_and_an_eighth_of_the_host() -> None:
     tier = LowerTier(Tier.DISK, 1, Jobs(1))
-    tier.slot_bytes = 2**20
+    tier.rank_reported(TransferReport(Rank(0), (), ready_slots=0, slot_bytes=2**20))
     assert (tier.spill_slots(10_000), tier.spill_slots(80), tier.spill_slots(1)) == (64, 10, 1)
     tier.slot_bytes = 2**30
     assert tier.spill_slots(10_000) == 1

@@ -67,6 +67,15 @@ def test_at_its_end_a_request_stores_blocks_that_the_next_steps_may_evict() -> N
     assert world.on_host("0123456789" * 5)[-3:] == "xxx"
 
 
+def test_blocks_without_a_lease_at_the_end_of_their_request_are_reported_as_such() -> None:
+    world = lazy(device=24, step_tokens=16)
+    requests = [world.computed(f"r{number}", f"{number}bcdefghijklmnopqrs") for number in range(4)]
+    for request in requests:
+        world.end(request)
+    assert world.core.stores.leased_blocks == world.shape.lease_limit
+    assert world.stores() == {StoreOutcome.LEASE_LIMIT: 6}
+
+
 def test_blocks_lost_to_preemption_are_counted() -> None:
     world = lazy(device=32)
     victim = world.computed(text="0123456789")

@@ -330,7 +330,12 @@ class World:
         self._settle()
 
     def _settle(self) -> None:
-        self.log += self.core.state.tally.take(everything=True)
+        new = self.core.state.tally.take(everything=True)
+        for answer in new:
+            if isinstance(answer, LookupAnswered):
+                assert (answer.cause is None) == (not answer.miss_blocks), answer
+                assert 0 <= answer.fetched_tokens <= answer.hit_tokens, answer
+        self.log += new
         results = self.core.take_results()
         live = self.core.state.requests.live
         assert not [name for name in (*results.loaded, *results.failed) if name in live and live[name].hit]

@@ -142,6 +142,14 @@ def test_all_engines_share_the_generation_that_replaces_a_lost_one(world: World)
     assert generation(first) == generation(second) == generation(world.start()) != was
 
 
+def test_a_generation_that_has_not_changed_is_logged_once(world: World) -> None:
+    with capture_logs() as lines:
+        world.start()
+        world.step(LOOK_PERIOD_S)
+        world.step(LOOK_PERIOD_S)
+    assert [line["event"] for line in lines].count("remote_opened") == 1
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"another writer's", b"0" * 31, b"0" * 33, b"0" * 32 + b" after a reset."]
 )

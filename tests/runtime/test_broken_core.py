@@ -59,6 +59,14 @@ def found() -> Side:
     return side
 
 
+def test_the_core_forgets_hits_that_were_never_loaded_when_offloading_is_switched_off() -> None:
+    side = found()
+    assert side.side.copies.by_request
+    replace_handler(side.side.bus, facts.StepScheduled, boom)
+    side.step()
+    assert not side.side.copies.by_request
+
+
 def test_a_plan_that_raises_is_empty_and_leaves_no_request_waiting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

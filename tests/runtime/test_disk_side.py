@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -66,11 +67,17 @@ def leave_on_disk(side: Side, prefix: str) -> None:
         side.stored(f"{prefix}-filler{number}")
 
 
-def fetched(side: Side, name: str, prefix: str, seconds: float) -> RequestId:
-    """Let a request wait this many seconds for the fetch of its prefix from the disk."""
-    request = side.seen(name, prefix)
+def fetching(side: Side, name: str, prefix: str) -> TransferPlan:
+    """Return the plan that fetches a request's prefix from the disk."""
+    side.seen(name, prefix)
     plan = side.step()
     assert [job.direction for job in plan.disk] == [LOAD]
+    return plan
+
+
+def fetched(side: Side, name: str, prefix: str, seconds: float) -> RequestId:
+    """Let a request wait this many seconds for the fetch of its prefix from the disk."""
+    plan, request = fetching(side, name, prefix), RequestId(name)
     assert side.side.lookup(request, 0) is None
     side.clock.jump(seconds)
     end_disk_jobs(side, plan, seconds / 2)
@@ -115,6 +122,21 @@ def test_auto_fetches_only_prompts_that_the_disk_delivers_faster(
     side.clock.jump(61.0)
     side.step()
     assert side.side.lookup(side.seen("tries again after a minute", "b"), 0) is None
+
+
+def test_r16_only_the_end_of_another_copy_gives_a_copy_more_time(side: Side) -> None:
+    for prefix in "ab":
+        leave_on_disk(side, prefix)
+    ends, hangs = (fetching(side, f"again {prefix}", prefix) for prefix in "ab")
+    disk = side.side.core.state.disk
+    assert disk is not None
+    for report, is_usable in ((partial(end_disk_jobs, side, ends), True), (side.report, False)):
+        side.clock.jump(9 * TIMEOUT_S)
+        report()
+        side.clock.jump(2 * TIMEOUT_S)
+        side.step()
+        assert disk.is_usable is is_usable
+    end_disk_jobs(side, hangs)
 
 
 def test_recording_index_changes_does_not_wake_the_index_thread(tmp_path: Path) -> None:

@@ -150,6 +150,8 @@ def test_close_works_before_memory_is_ready(made: Side, is_registered: bool) -> 
         made.side.register(made.device.layout)
     made.side.close()
     assert made.copier.is_closed is is_registered
+    made.portal.advance()
+    assert all(task.cancelled() for task in made.side._tasks)
 
 
 def test_the_engine_closes_even_if_its_copier_cannot(

@@ -22,6 +22,17 @@ def test_a_job_is_copied_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rig.store.calls.count("put") == rig.store.calls.count("get") == 2
 
 
+def test_a_fetch_cancelled_between_batches_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "MOST_BLOCKS", 1)
+    rig = RemoteRig()
+    was = rig.fill(0)
+    rig.copy(STORE, [0, 1], [0, 1])
+    job = rig.start(LOAD, [2, 3], [0, 1])
+    rig.before_each(LOAD, lambda *_: rig.copies.cancel((job,)))
+    report = rig.ended()[job]
+    assert (report.outcome, report.missing, report.copied_bytes) == (FAILED, (), len(was))
+
+
 @pytest.mark.parametrize("verify", ["off", "full"])
 def test_r17_a_put_cancelled_before_it_read_its_slots_writes_nothing(
     verify: str, monkeypatch: pytest.MonkeyPatch
