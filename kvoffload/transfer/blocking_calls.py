@@ -377,7 +377,8 @@ class BlockingCalls(Generic[ResourceT]):
             if not call.is_probe:
                 raise CallEnded("there is no connection")
             resource = self.resource = self._connect()
-            call.limit_s = self._probe_s
+            # The limit counts from `began`, before the probe connected.
+            call.limit_s = self._monotonic() - call.began + self._probe_s
         return resource
 
     def _probe(self, _: Call, resource: ResourceT) -> None:

@@ -27,6 +27,7 @@ class Rig:
 
     Attributes:
         opening: called when the resource is opened, which fails if this raises.
+        probing: called when a remote tier is probed.
         openings, closings: how often the resource was opened and closed.
         fails: whether probes and calls by name fail.
         made: the names of the calls that were made.
@@ -37,6 +38,7 @@ class Rig:
     def __init__(self, kind: str, executor: DaemonExecutor | None = None) -> None:
         self.clock = FakeClock()
         self.opening: Callable[[], object] = lambda: None
+        self.probing: Callable[[], object] = lambda: None
         self.openings = self.closings = self.probes = 0
         self.fails = False
         self.made: list[str] = []
@@ -58,6 +60,7 @@ class Rig:
     def read(self, name: str) -> str:
         if name == PROBE:
             self.probes += 1
+            self.probing()
         else:
             self.made.append(name)
         if self.fails:
@@ -122,7 +125,7 @@ def test_opening_may_take_longer_than_a_call(kind: str) -> None:
         rig.clock.jump(1000.0 if kind == "disk" else 5 * TIMEOUT_S)
         rig.calls.poll()
 
-    rig.opening = opening
+    rig.opening, rig.probing = opening, rig.calls.poll
     rig.turn()
     assert (rig.openings, rig.calls.works) == (1, True)
 
