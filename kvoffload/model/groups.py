@@ -26,8 +26,8 @@ class GroupSpec:
         group: the group's number, which is also its index in every per-group tuple.
         kind: the attention kind of the group's layers.
         block_tokens: tokens in one block of the group.
-        reach_tokens: the size of the window or chunk in tokens, including the reading token; None for other kinds.
-        has_lookahead: True if a draft model reads one block past a hit, so that the last matched block is computed.
+        reach_tokens: the size of the window or chunk in tokens, including the query token; None for other kinds.
+        has_lookahead: True if a draft model reads one block past a hit, so that the last matched block must be recomputed.
         key_number: the number that the group's keys end with; by default `group`.
     """
 

@@ -41,7 +41,9 @@ class AdaptiveLimit:
         self._least = least
         self._step = step
         self._cut_at = -inf
-        self._best: dict[int, float] = {}  # the best speed of each kind of copy, in size per second
+        self._best: dict[
+            int, float
+        ] = {}  # the highest speed of each kind of copy, in the unit of `size` per second
 
     @property
     def share(self) -> float:

@@ -260,7 +260,7 @@ class BucketStore:
             except _BadNameError as error:
                 page = []
                 if ends is not None and catalogue.is_new(ends):
-                    # Add the window's end like a pack, so that the next listing does not log this warning again.
+                    # Record the window's end as a pack without blocks, so that the next listing does not warn again.
                     catalogue.add(ends, {})
                     log.warning("remote_window_skipped", window=window, reason=str(error))
         return page, page[-1][0] if len(page) == _PAGE else ends

@@ -77,7 +77,7 @@ class BreakEven:
             seconds_per_token: prefill seconds per token; 0 if unknown.
             then: for fetches, the measurements of loads, because a load follows each fetch.
         """
-        loads = sorted(self._loads)  # `sorted` makes a copy, because another thread may add loads.
+        loads = sorted(self._loads)  # a copy, because another thread may add loads
         if not (loads and seconds_per_token):
             return
         self.fixed_s = fixed_s = loads[len(loads) // 2][0]

@@ -125,8 +125,8 @@ class PrefillRate:
         Args:
             now: the time, in monotonic seconds.
             tokens: how many tokens the step prefills.
-            usual_s: the usual seconds of a step that decodes as many tokens and prefills none; 0 if the step computes
-                nothing.
+            usual_s: the usual duration, in seconds, of a step that decodes the same number of tokens as this step and
+                prefills none; 0 if the step computes nothing.
         """
         if self.is_timing and (self._is_over or self._steps == _LONGEST_RUN):
             self._end(now)

@@ -120,7 +120,7 @@ _EVENTS = {cls.__name__: cls for cls in Event.__subclasses__()}
 BEGUN = "JournalBegun"
 """The event name in the first line of each file. This line contains the provenance."""
 
-_LONGEST_LINE = 1 << 24  # in bytes; the slots of a large host memory take a few hundred thousand bytes
+_LONGEST_LINE = 1 << 24  # in bytes; a line that lists all slots of a large host takes a few hundred thousand
 _END_OF_TIME = 1e11  # in unix seconds: the year 5138
 _TAIL_BYTES = 1 << 20
 _START = re.compile(rb'\{"seq": ?\d+, ?"t": ?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?), ?"event": ?"(\w+)"')

@@ -187,8 +187,8 @@ class BlockingCalls(Generic[ResourceT]):
         executor: its threads make the calls, and may block for any length of time; `close` shuts it down.
         monotonic: returns the time in seconds; callable from any thread.
         policy: decides whether calls are made.
-        timeout_s: seconds after which a call counts as hanging. A call to a connection that has waited this long
-            in the queue is ended without being made, and the policy does not count it.
+        timeout_s: seconds after which a call counts as hanging. A call to a remote tier is also dropped, and not
+            reported to the policy, if it has waited this long in the queue.
     """
 
     def __init__(

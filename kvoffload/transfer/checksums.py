@@ -219,7 +219,7 @@ class SampledSlots:
         stretch = np.arange(len(region)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
         self._width = np.minimum(page, _LINE)[region]
         self._start = stretch * _STRETCH
-        # For each sampled line, how many positions the line can have in its stretch.
+        # At how many offsets in its stretch each line can start.
         self._places = np.minimum(_STRETCH, page[region] - self._start) // self._width
         self._turn = 29 * region + 11 * stretch
         self._at_once = max(_LINES // len(region), 1)

@@ -225,7 +225,7 @@ class Everything(RuleBasedStateMachine):
         self._the_metrics_add_up()
 
     def _the_metrics_add_up(self) -> None:
-        """Check that miss causes add up to the missed blocks, and outcomes to offered and scheduled blocks."""
+        """Check that the metrics are consistent with each other and with the reported lookups."""
         bus, counters, removed = Bus(), Counters(), list[str]()
         bus.on_removed = lambda name, _: removed.append(name)
         counters.subscribe(bus)

@@ -238,7 +238,7 @@ def _standard_output(way: str, folder: Path) -> Iterator[tuple[FileIO | None, in
     """
     if way in ("closed output", "closed terminal"):
         descriptor, output = os.pipe() if way == "closed output" else pty.openpty()
-        # `FileIO` closes its descriptor only once. A second close of the number could close another file.
+        # `FileIO` closes its descriptor only once. Closing it twice could close another file with the same number.
         with FileIO(descriptor) as reader:
             yield reader, output
         return

@@ -45,7 +45,7 @@ Patch = tuple[Any, str, Any]
 
 
 def _nothing(*args: object, **settings: object) -> None:
-    """Do nothing. Replaces a method whose effect must be missing."""
+    """Do nothing. Replaces the method of a disabled rule."""
 
 
 def r1_load_without_pin() -> list[Patch]:

@@ -198,7 +198,7 @@ def test_while_stores_are_held_their_blocks_stay_in_use_and_vllm_keeps_stepping(
     assert engines.held_blocks(rig.llm) == leased
     for _ in range(5):
         assert connector.has_pending_push_work()
-        assert rig.scheduler.has_requests()  # although it has none, so that vLLM makes a step without tokens
+        assert rig.scheduler.has_requests()  # vLLM must run a step without tokens
         rig.step()
     assert not rig.scheduler.requests
     assert rig.connector.reset_cache() is False

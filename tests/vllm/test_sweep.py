@@ -78,7 +78,7 @@ def renew(rig: Rig) -> Held:
 
 
 def live(rig: Rig, held: Held) -> None:
-    """Run requests that store, load and share blocks, and abort one. Then let the time limit of a load pass."""
+    """Run requests that store, load and share blocks, and abort one. Then let a load time out."""
     rig.ask("first", ASKED["first"])
     steps(rig, 12)
     rig.scheduler.reset_prefix_cache()

@@ -56,7 +56,7 @@ class Turn:
 
 
 def make_conversations(options: DemoOptions) -> list[Conversation]:
-    """Return conversations of random messages, which `options.seed` determines. No two conversations share a prefix."""
+    """Return conversations of random messages, drawn with `options.seed`. No two conversations share a prefix."""
     draw = random.Random(options.seed)
     later = [options.turn_tokens] * (options.turns - 1)
     return [

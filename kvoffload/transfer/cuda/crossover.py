@@ -181,7 +181,7 @@ class Trial:
         return CopyRuns(*(np.array([number], np.int64) for number in numbers))
 
     def _runs(self, direction: Direction, piece: int, host: NDArray[np.uint8]) -> CopyRuns:
-        """Return copies between the whole scratch memory of the device and `host`, in random order on the host."""
+        """Return copies between consecutive pieces of the device's scratch memory and shuffled pieces of `host`."""
         places = len(self.scratch.host) // 2 // piece
         order = np.random.default_rng(1).permutation(places).astype(np.int64)
         on_host = host.ctypes.data + order * piece

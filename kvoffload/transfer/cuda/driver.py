@@ -263,7 +263,7 @@ class NvidiaDriver:
         return code == 0
 
     def seconds_between(self, start: Event, end: Event) -> float:
-        """Return the seconds between two timed events that have passed."""
+        """Return the seconds between two completed events that record the time."""
         self.enter()
         elapsed = self.library.cuEventElapsedTime
         return float(_answer(ctypes.c_float, elapsed, start.handle, end.handle)) / 1000
