@@ -58,7 +58,7 @@ _MOST_RECORDS = 4096
 The limit is low because a damaged batch makes all later batches unreadable.
 """
 _LEAST_GARBAGE = 2**16  # the index is compacted only if more records than this are obsolete
-_MOST_UNWRITTEN = 2**20  # the maximum number of records that wait while the disk hangs
+_MOST_UNWRITTEN = 2**20  # an allowance for records that waited while the disk hung
 _HEAD_BYTES = 2**16  # enough for the ids of 4,000 slot files
 
 

@@ -65,7 +65,7 @@ _PIECES = 1024  # the maximum number of pieces that the kernel copies in one cal
 # Limits on the mean piece size, in bytes:
 _LONG = 2**20  # above, memmove is faster than the kernel even while the engine is busy
 _MIDDLE = 48 * 2**10  # above, memmove is faster than the kernel while the GIL is free
-_SHORT = 2**13  # below, indexing is faster than memmove
+_SHORT = 2**13  # below, indexing is faster than the kernel
 _UNIT = 2**12  # the largest unit, in bytes, that is copied by array indexing
 _LEAST_UNIT = 2**9
 _ROWS = 512  # the number of units that one indexing operation copies; numpy keeps the GIL for up to 500
