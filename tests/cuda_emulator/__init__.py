@@ -144,11 +144,11 @@ class Emulator:
         self.lib.emu_fail(name.encode(), code, after, times)
 
     def lose(self, device: int, code: int = 700) -> None:
-        """Put a device into a lasting error state."""
+        """Give a device a sticky error: every later call on it fails with this code."""
         self.lib.emu_break(device, code)
 
     def limit_batches(self, copies: int) -> None:
-        """Refuse batches of at least this many copies. -1 refuses no batch."""
+        """Make each batch fail after its first `copies` copies, as if out of memory. -1 removes the limit."""
         self.lib.emu_set(0, copies)
 
     def shift_host_addresses(self, by: int) -> None:
@@ -190,7 +190,7 @@ class Emulator:
 
 
 class Engine:
-    """A simulated engine on one device. It has a stream, and KV memory; its kernels write and read blocks.
+    """A simulated engine on one device, with a stream and KV memory. Its kernels write and read blocks.
 
     Args:
         emulator: the emulated driver.

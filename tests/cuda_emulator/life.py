@@ -3,8 +3,8 @@
 The engine's kernels write and read blocks. The engine enqueues each step before the previous step has ended,
 in the order of vLLM's model runners: zeroing of blocks, `begin_step`, the forward pass, loads, stores. The
 engine does what the scheduler's side guarantees: it uses no block or slot of an open job, and reads a loaded
-block only after the load was reported. The worker's side must keep all other rules. If it breaks one, a race
-or wrong bytes are found.
+block only after the load was reported. The worker's side must follow all other rules. If it breaks one, the
+checks find a race or wrong bytes.
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ TIMEOUT_S = 1e6
 
 
 class KernelEngine(Protocol):
-    """An engine whose kernels write and read blocks. A read counts an error if the block has other contents
-    than expected.
-    """
+    """An engine whose kernels write and read blocks. A read of unexpected contents counts as an error."""
 
     def enter(self) -> None: ...
     def write(self, block: int, seed: int) -> None: ...
@@ -70,10 +68,10 @@ class Steps:
         self._seeds = 0
 
     def let_some_run(self) -> None:
-        """Let the device run some operations. A device that runs on its own needs nothing."""
+        """Let the device run some operations. Not needed if the device runs on its own."""
 
     def let_all_run(self) -> None:
-        """Let the device run all pending operations. A device that runs on its own needs nothing."""
+        """Let the device run all pending operations. Not needed if the device runs on its own."""
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -230,7 +228,7 @@ class Life(Steps):
 
     @property
     def problems(self) -> str:
-        """Return a description of races, wrong bytes and failed jobs. Return an empty text if there are none."""
+        """Return a description of races, wrong bytes and failed jobs, or an empty string if there are none."""
         emulator = self.emulator
         if not (emulator.races or emulator.wrong or emulator.faults or self.failed):
             return ""

@@ -195,7 +195,7 @@ def test_a_capture_is_tested_with_the_calls_of_the_workers_threads(
     lines = list(hazards.captures(OPTIONS))
     assert {line.words for line in lines} == {"0 0 0"}
     assert [line.verdict for line in lines] == ["pass", ""] + ["pass"] * 5 + ["", ""]
-    monkeypatch.setattr(hazards, "RELAXED", 0)  # replace the relaxed mode by the mode "global"
+    monkeypatch.setattr(hazards, "RELAXED", 0)  # use the mode "global" instead of the relaxed mode
     harmed = [line for line in hazards.captures(OPTIONS) if line.words == "0 900 901"]
     assert [line.what.split(", ")[1] for line in harmed] == [
         f"{name} on a relaxed thread" for name in ("register", "unregister", "query")
@@ -205,8 +205,8 @@ def test_a_capture_is_tested_with_the_calls_of_the_workers_threads(
 
 @pytest.mark.slow
 def test_the_depth_of_a_stream_is_found(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hazards, "_GATE_S", 4.0)  # longer than 1,200 calls take, by more than _WAITED_S
-    monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # longer than the pauses of a busy machine
+    monkeypatch.setattr(hazards, "_GATE_S", 4.0)  # must exceed the time of 1,200 calls by more than _WAITED_S
+    monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # longer than scheduling delays on a busy machine
     emulator.set_depth(1200)
     first, stood_still = hazards._depth(OPTIONS, "off", 1, "copies one by one")
     assert first.words == "the call that made them 1,200"

@@ -56,12 +56,12 @@ class Prompts:
 
     @property
     def all(self) -> list[int]:
-        """What `ask` returns if all whole pages come from storage."""
+        """The result of `ask` if all whole pages come from storage."""
         return [WHOLE] * len(self.wanted)
 
     @property
     def none(self) -> list[int]:
-        """What `ask` returns if no page comes from storage."""
+        """The result of `ask` if no page comes from storage."""
         return [0] * len(self.wanted)
 
 

@@ -59,7 +59,7 @@ def test_a_request_does_not_wait_for_a_hanging_store_and_later_requests_use_it(
         server.flush()
         suspend(bucket.server)
         try:
-            # Other prompts' lookups call the store. Pages of `some` may all still be in the backend's memory.
+            # The pages of `some` may all still be in the backend's memory, so only `others` are sure to call the store.
             answers = [*some.answers(server), *others.answers(server)]
             wait_until(lambda: server.metric(STATE, tier="remote", state="open") == 0)
         finally:

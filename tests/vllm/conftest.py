@@ -1,9 +1,9 @@
-"""Fixtures for the tests on a stock vLLM. What they share:
+"""Fixtures for the tests on a stock vLLM. These modules are shared by the tests:
 
 * `stock`: small models, and vLLM in this process or as a server, on a machine without a GPU (`cpu_ops`);
 * `engine_rig`: an engine with the connector in this process, prompts, and the comparison of answers;
 * `scenes`: what every kind of model and every version must survive;
-* `tiers_rig`: engines with a disk or a store, in this process or apart;
+* `tiers_rig`: engines with a disk or a store, in this process or in separate ones;
 * `scheduler_rig`: the adapter's scheduler side without an engine;
 * `deaths_rig` and `copy_gate`: engines that a test kills while it holds their copies;
 * `serve/serve_rig`: `vllm serve` over HTTP.

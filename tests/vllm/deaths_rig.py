@@ -1,8 +1,8 @@
-"""Serves from one vLLM after another, each in separate processes, and holds the copies of their workers.
+"""Serves requests from one vLLM after another, each in separate processes, and holds their workers' copies.
 
     python -m tests.vllm.deaths_rig DESCRIPTOR CHECKPOINT FOLDER
 
-serves and survives an engine's death. It reads JSON objects from a socket, one per line, and answers each with a
+This program survives an engine's death. It reads JSON objects from a socket, one per line, and answers each with a
 JSON object. The engines write their journal and their blocks to the folder. `fronting` runs this program.
 """
 
@@ -42,7 +42,7 @@ class Front(engines.Server):
         self._words.flush()
 
     def hear(self) -> dict[str, Any]:
-        """Wait for the answer to the oldest command that was not answered yet."""
+        """Wait for the answer to the oldest unanswered command."""
         answer = dict(json.loads(self._words.readline()))
         assert "error" not in answer, (answer, self.log.read_text()[-8000:])
         return answer

@@ -1,4 +1,4 @@
-"""Prompts that return after a SIGKILL of a stock SGLang, without and with kvoffload's disk.
+"""Sends the same prompts before and after a SIGKILL of a stock SGLang, without and with kvoffload's disk.
 
     python tests/sglang/stock/demo.py [--prompts 6] [--show-log]
 
@@ -47,7 +47,7 @@ def draw_prompts(count: int) -> list[list[int]]:
 
 
 def warm_up(server: Server, *, has_tiers: bool) -> None:
-    """Serve a prompt that does not return. If the server has our tiers, wait until the disk is open."""
+    """Serve a prompt that is not sent again. If the server has our tiers, wait until the disk is open."""
     server.generate(range(2 * PAGE), 2)
     if has_tiers:
         wait_until(lambda: server.metric("kvoffload_tier_state", tier="disk", state="open") == 1)
@@ -70,7 +70,7 @@ def live(
 
 
 def run(count: int, screen: Screen, folder: Path) -> int:
-    """Serve the prompts in two lives without and with kvoffload, and print the report; return the exit status."""
+    """Run two servers in turn without kvoffload and two with it, and print the report; return the exit status."""
     transformers_logging.disable_progress_bar()
     model = checkpoints.make("qwen3", folder / "model", **checkpoints.LARGER)
     prompts = draw_prompts(count)
@@ -89,7 +89,7 @@ def found(answers: Sequence[Answer]) -> int:
 
 
 def report(without: Sequence[Sequence[Answer]], with_it: Sequence[Sequence[Answer]]) -> list[str]:
-    """Return the lines of the report. Each argument has the answers of the first life and of the second."""
+    """Return the lines of the report. Each argument has the answers of the first server and of the second."""
     both = without, with_it
     count = len(without[0])
     first, again = ([[answer.first_s for answer in lives[number]] for lives in both] for number in (0, 1))

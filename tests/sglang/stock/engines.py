@@ -109,7 +109,7 @@ class Server(vllm.Server):
                     first_s = first_s or time.monotonic() - began
         seconds = time.monotonic() - began
         answer = json.loads(event.removeprefix(b"data: ") or "{}")
-        # A killed server's stream ends like a complete one, after any token.
+        # If the server is killed, its stream may end after any token without an error.
         if len(answer.get("output_ids", ())) < count:
             raise ConnectionError(f"the answer was cut off: {answer}")
         cached = answer["meta_info"]["cached_tokens_details"] or {}

@@ -165,7 +165,7 @@ def test_a_pasted_line_and_the_doctors_own_options_give_the_same_findings(
     model = str(save(tmp_path, QWEN3_8B))
     pasted = findings(capsys, "--", "vllm", "serve", model, "--max-num-seqs", "9", *ALL)
     options = findings(capsys, "--model", model, *ALL)
-    # The memory left on the machine differs between the two calls.
+    # The machine's free memory differs between the two calls.
     memory, _ = pasted.pop("host memory"), options.pop("host memory")
     assert pasted == options | {name: pasted[name] for name in ("vllm options", "block hashes")}
     assert "88 blocks fit the KV cache" in " ".join(pasted["model sizes"]["finding"].split())

@@ -70,7 +70,7 @@ def test_a_good_configuration_in_a_file_passes(capsys: pytest.CaptureFixture[str
 def test_each_problem_of_a_configuration_is_reported(
     changes: dict[str, object], check: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """None leaves a key out."""
+    """None in `changes` removes the key."""
     given = {key: value for key, value in {**GOOD, **changes}.items() if value is not None}
     one = found(capsys, given)[check]
     assert one["verdict"] == "error"

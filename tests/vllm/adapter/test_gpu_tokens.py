@@ -46,9 +46,7 @@ def test_the_difference_of_two_answers(answer: Answer, difference: float) -> Non
 
 @dataclass
 class GivenEngine:
-    """An engine with three prepared answers: while it stores blocks, with blocks from the host, and with
-    overwritten blocks.
-    """
+    """An engine with prepared answers for three runs: blocks are stored, loaded from the host, or overwritten there."""
 
     stored: Answer = field(default_factory=lambda: RIGHT)
     from_host: Answer = field(default_factory=lambda: RIGHT)

@@ -1,4 +1,4 @@
-"""For each form of tensors, checks that a block's regions contain every byte of this block and none of
+"""Checks for each form of KV tensors that a block's regions contain all bytes of this block and none of
 another block.
 
 Each test creates a cache as vLLM does, fills every block with its number through the model's views, and
@@ -144,14 +144,14 @@ def test_a_layer_that_shares_another_layers_cache_is_ignored() -> None:
     check_pages(layout, raw.numel())
 
 
-# -- a tensor each, or a slab: before 0.29 --------------------------------------------------------------------------
+# -- one tensor per layer, or one slab: before 0.29 -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
 @pytest.mark.parametrize(
     ("shape", "block_dim", "regions"),
     [
-        ((2, BLOCKS, 4, 2, 8), 1, 2),  # keys and values are in separate tensors
+        ((2, BLOCKS, 4, 2, 8), 1, 2),  # the keys of all blocks come before the values
         ((BLOCKS, 2, 4, 2, 8), 0, 1),  # a block has its keys and values together
         ((BLOCKS, 4, 64), 0, 1),
         ((BLOCKS, 2, 4, 8), 0, 1),  # the layout on CPUs: a block's heads come before its tokens

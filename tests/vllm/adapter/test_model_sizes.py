@@ -202,7 +202,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a cache that has two revisions of one model. As in a real cache, files of a snapshot are links."""
+    """Return a cache that has two revisions of one model. As in a real cache, the files of a snapshot are links."""
     repository = tmp_path / "hub" / "models--Qwen--Qwen3-8B"
     for commit, layers in ((COMMIT, 36), ("f" * 40, 9)):
         snapshot = repository / "snapshots" / commit
@@ -264,7 +264,7 @@ def test_hugging_face_finds_the_same_file(hub: Path, revision: str) -> None:
     assert ours == (read_config(found) if isinstance(found, str) else None)
 
 
-# -- models from anywhere ----------------------------------------------------------------------------------------------
+# -- untrusted models ---------------------------------------------------------------------------------------------------
 
 WHOLE = json.dumps(QWEN3_8B).encode()
 FIELDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -1,4 +1,4 @@
-"""Tests when the adapter reports requests' progress to the core, with steps in the form of vLLM's."""
+"""Tests when the adapter reports requests' progress to the core. The steps have the form of vLLM's steps."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Engine:
 
 
 def decoding() -> Engine:
-    """Return an engine whose request "a" has decoded two tokens, and has got block 3 for them."""
+    """Return an engine whose request "a" has decoded two tokens, and received block 3 for them."""
     engine = Engine()
     engine.add("a", 15)
     for tokens in (15, 1, 1):
@@ -162,7 +162,7 @@ def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -
 def test_a_request_that_is_not_scheduled_is_reported_later() -> None:
     """A request that is missing from a step may be preempted. vLLM reports this only when it allocates again."""
     engine = decoding()
-    # In every fourth step the adapter reports, but only about scheduled requests.
+    # The adapter reports in every fourth step, but only scheduled requests.
     assert engine.step({}) == ({}, [])
     engine.free = 0
     assert engine.step({}) == ({}, [])

@@ -81,9 +81,7 @@ def test_stats_add_up_as_vllm_adds_them() -> None:
 
 
 def published(**fields: Any) -> tuple[list[Any], Any]:
-    """Return the events for three stored blocks of a request and for one removed block, and return the
-    request.
-    """
+    """Return the events for three stored blocks of a request and one removed block, and the request."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash

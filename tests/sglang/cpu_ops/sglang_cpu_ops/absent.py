@@ -1,6 +1,4 @@
-"""Lets a missing package be imported. Any submodule and any name of the package exist, but no name can be
-called.
-"""
+"""Lets a missing package be imported. Every submodule and name of the package exists, but calling a name fails."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ class _Absent(ModuleType):
 
 
 class _Members(type):
-    """The metaclass of all imported names. SGLang builds tables from enumeration members when it is imported."""
+    """The metaclass of all imported names. SGLang uses some as enumerations, so any attribute is a member's name."""
 
     def __getattr__(cls, name: str) -> str:
         if name.startswith("__"):

@@ -83,7 +83,7 @@ def store_prefill_checkpoint(
         checkpoint.state_indices.tolist(),
         chunk_idx.tolist(),
         query_start_loc.tolist(),
-        strict=False,  # `query_start_loc` has one item more: the end of the last request
+        strict=False,  # `query_start_loc` has one more item: the end of the last request
     )
     for offset, block, chunk, start in rows:
         if offset:
