@@ -41,9 +41,7 @@ Turn = tuple[int, int]  # the number of a conversation, and the number of a turn
 
 
 def conversations(seed: int, count: int = STORIES) -> dict[Turn, Asked]:
-    """Return the turns of `count` conversations, three turns each. A quarter of the conversations have a
-    common beginning.
-    """
+    """Return the turns of `count` conversations, three turns each. A quarter of them share a prefix."""
     draw = random.Random(seed)
     stem = draw.choices(range(256), k=3 * engines.BLOCK)
     turns = {}

@@ -79,15 +79,13 @@ def prompt(seed: int, length: int = 264) -> tuple[int, ...]:
 
 
 def truth(rig: Rig, one: Asked, salt: str = "truth") -> Reported:
-    """Return the answer of a request that reads no cache. Its salt makes sure that no other request uses its
-    blocks.
-    """
+    """Compute a request without reading a cache; return the answer. The salt keeps its blocks from other requests."""
     asked = Asked(one.prompt, one.count, salt=salt, prompt_logprobs=True)
     return rig.run({"truth": asked})["truth"]
 
 
 def truths(rig: Rig, asked: Mapping[str, Asked]) -> dict[str, Reported]:
-    """Return the answers of these requests if they read no cache, and empty all caches."""
+    """Compute these requests without reading a cache, empty all caches, and return the answers."""
     answers = {name: truth(rig, one) for name, one in asked.items()}
     rig.forget()
     return answers
@@ -268,8 +266,7 @@ class Rig:
                 assert np.allclose(ours, theirs, atol=1e-4, rtol=1e-3), (slot, block)
 
     def _state_bytes(self) -> dict[bytes, int]:
-        """Return how many bytes a layer's state has, for each recurrent group. Keys of a group's blocks end
-        in the group's number.
+        """Return the size of a layer's state in each recurrent group, by the suffix of the group's block keys.
 
         The rest of a page is padding.
         """
@@ -389,7 +386,7 @@ def plain(kind: checkpoints.Kind, folder: Path, **options: Any) -> Iterator[Rig]
 
 
 def corrupt_host(rig: Rig, position: int | None = None) -> None:
-    """Overwrite the host's blocks that can be found, or only the one at `position` in the order of slots."""
+    """Overwrite all blocks that can be found on the host, or only the one at `position` in slot order."""
     slots = rig.ready_slots()
     for slot in slots if position is None else [slots[position]]:
         overwrite(rig.pump._arena, slot)
@@ -397,18 +394,18 @@ def corrupt_host(rig: Rig, position: int | None = None) -> None:
 
 def overwrite(arena: Any, slot: SlotId) -> None:
     for page in arena.pages(slot):
-        # these bytes are numbers near 1, and values of KV are near 0
+        # as float32, these bytes are near 1, and KV values are near 0
         page[:] = bytes([0x40, 0x41, 0x42, 0x3F]) * (len(page) // 4)
 
 
 def check_reloads(rig: Rig, serve: Callable[[], bool], blocks: int) -> None:
-    """Check that requests get right answers from an empty cache and from the host. As a control, check that wrong
+    """Check that requests get right answers with empty caches and from the host. As a control, check that wrong
     bytes on the host change an answer.
 
     Args:
         rig: the engine, with empty caches.
         serve: serves all requests; returns whether their answers are right.
-        blocks: at least how many blocks the requests must load.
+        blocks: the minimum number of blocks that the requests must load.
     """
     assert serve()
     rig.check_clean()
@@ -439,9 +436,7 @@ def check_same(reported: Mapping[str, Reported], expected: Mapping[str, Reported
 
 
 def _wait_for_host_memory() -> None:
-    """Wait until the worker in this process has its host memory, or was refused. Only then can blocks be
-    stored.
-    """
+    """Wait until this process's worker has its host memory or was refused it. Before that, it stores no block."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     group = get_kv_transfer_group() if has_kv_transfer_group() else None

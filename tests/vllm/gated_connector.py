@@ -38,12 +38,12 @@ def copy(runs: CopyRuns) -> None:
         gate.recv(1)
         host_copier.copy_by_memmove(runs)
         _running.remove(id(runs))
-        with suppress(BrokenPipeError):  # a gate that is open does not wait for the copy
+        with suppress(BrokenPipeError):  # an open gate does not wait for the copy
             gate.sendall(DONE)
 
 
 async def close(pump: TransferPump) -> None:
-    """Record at the gate that a worker waits for its copies, then close the pump."""
+    """Report to the gate that a worker waits for its copies, then close the pump."""
     knock(CLOSING).close()
     await _close(pump)
 

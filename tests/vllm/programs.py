@@ -12,7 +12,7 @@ _PATIENCE_S = 240.0
 
 
 def python_path() -> str:
-    """Return the path on which another process finds these tests."""
+    """Return the PYTHONPATH with which another process can import these tests."""
     return os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(Path(__file__).parents[2])]))
 
 
@@ -28,7 +28,7 @@ def run_module(
         name: the module.
         arguments: the program's arguments.
         launcher: the arguments of a Python program that starts the module.
-        environment: further environment variables. Those with None are removed.
+        environment: additional environment variables. None removes a variable.
     """
     variables = {**os.environ, "PYTHONPATH": python_path(), **(environment or {})}
     done = subprocess.run(

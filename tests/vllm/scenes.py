@@ -34,8 +34,8 @@ BLOCK_TOKENS: Mapping[checkpoints.Kind, int] = {
 
 
 class Steered(GatedCopier):
-    """Copies immediately. If the test asks for it, loads fail, or report success and leave zeros: in the states of a
-    model with recurrent layers, or else in every loaded block.
+    """Copies immediately. With `fails`, loads fail. With `lies`, they report success and leave zeros: in the states of
+    a model with recurrent layers, or otherwise in every loaded block.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ def mixed(on: Stage) -> dict[str, Reported]:
 
 
 def preempted(on: Stage) -> dict[str, Reported]:
-    """Run so many requests that vLLM preempts some of them."""
+    """Generate longer answers, so that vLLM preempts requests. Return the answers cut to their normal length."""
     on.put_on_host()
     longer = {name: Asked(one.prompt, 2 * BLOCK_TOKENS[on.kind]) for name, one in on.requests.items()}
     with on.rig.expect_preemption():

@@ -82,9 +82,7 @@ def table(blocks: Sequence[int]) -> Any:
 def step_output(
     request: Any, tokens: int, *, is_new: bool = False, is_preempted: bool = False, new_blocks: Any = None
 ) -> Any:
-    """Return a step in which this request is the only one: newly scheduled, going on, or preempted. If it is None,
-    the step has no request.
-    """
+    """Return a step with only this request: new, running or preempted. If `request` is None, the step has none."""
     names = [] if request is None else [request.request_id]
     runs = [] if is_preempted else names
     old = [] if is_new else runs

@@ -20,8 +20,8 @@ def test_blocks_of_8_bit_caches_are_stored_and_loaded(folder: Path, monkeypatch:
         assert rig.pump._arena.layout.slot_bytes == SLOT_BYTES // 4
 
         def serve() -> bool:
-            # One by one, as in `truths`: concurrent requests round differently, which changes a log-probability
-            # by 0.001.
+            # Run the requests one by one, as `truths` does: concurrent requests round differently, which changes
+            # a log-probability by 0.001.
             return all(same(rig.run({name: one})[name], expected[name]) for name, one in asked.items())
 
         check_reloads(rig, serve, 8 * len(asked))

@@ -55,4 +55,4 @@ def test_engines_with_each_disk_serve_equal_tokens_after_restarts(tmp_path: Path
     assert differing(none.flipped, ours.flipped) == differing(none.flipped, tier.flipped) == 0
     assert differing(none.flipped, fs.flipped) == 4, "wrong bytes must change the answers"
     blocks = [file for file in files_in(fs.folder) if file.suffix == ".bin"]
-    assert len(blocks) == 2 * 4 * SMALL.blocks  # including the blocks of prompts that do not return
+    assert len(blocks) == 2 * 4 * SMALL.blocks  # including the blocks of prompts that are not sent again

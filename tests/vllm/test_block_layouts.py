@@ -137,9 +137,7 @@ def worker(caches: tuple[Any, Any, dict[str, Any]]) -> Iterator[Any]:
 
 
 def copy(connector: Any, direction: Direction, blocks: tuple[int, ...]) -> None:
-    """Let a step of the worker copy between the first host slots and these blocks. Check that the copy
-    succeeds.
-    """
+    """Copy between the first host slots and these blocks in a step of the worker, and check that it succeeds."""
     from kvoffload_vllm.metadata import KVOffloadMetadata
 
     job = device_job(len(direction.value), direction, range(len(blocks)), blocks, RequestId("r"))

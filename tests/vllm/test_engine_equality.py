@@ -202,8 +202,7 @@ def test_prompts_with_different_salts_share_no_blocks(scene: tuple[Rig, dict[str
     hits: list[int] = []
     for salt in ("a", "b", "a"):
         salted(salt)
-    # Prompts with different salts share no blocks. Prompts of one family share blocks on the device, not on
-    # the host.
+    # The prompts' common blocks are found on the device, so only another salt's blocks could hit on the host.
     assert hits[:2] == [0, 0]
     if host > 100 and not _is_lazy(rig):
         assert hits[2] > 0

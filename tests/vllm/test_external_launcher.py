@@ -1,8 +1,8 @@
-"""Tests that ranks that torchrun starts are refused, because each has its own scheduler.
+"""Tests that ranks started by torchrun are refused, because each has its own scheduler.
 
     torchrun --nproc-per-node 2 -m tests.vllm.test_external_launcher CHECKPOINT FOLDER
 
-Each rank writes to `FOLDER/RANK` that its engine started, or why it did not.
+Each rank writes to `FOLDER/RANK` whether its engine started, and if not, why.
 """
 
 from __future__ import annotations

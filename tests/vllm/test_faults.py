@@ -134,9 +134,7 @@ def test_the_connector_can_be_imported_twice_and_forked_during_a_load(
 
 
 def test_if_the_workers_event_loop_dies_loads_still_work(hands: Hands) -> None:
-    """Loads still work, because the hooks start them, but stores fail. This test must be the last of the
-    file.
-    """
+    """The hooks start loads, so only stores fail. This test must be the last in this file."""
     rig, _ = hands
     asked, other = Asked(prompt(41), 6), Asked(prompt(42), 6)
     expected = truth(rig, asked)

@@ -93,9 +93,7 @@ class Counted:
 
 
 def waves(seed: int) -> Iterator[list[list[int]]]:
-    """Yield waves of prompts of conversations that become longer. Half of the conversations have a common
-    beginning.
-    """
+    """Yield waves of prompts from growing conversations. Half of the conversations share a prefix."""
     draw = random.Random(seed)
     shared = [draw.randrange(256) for _ in range(96)]
     stories = [list(shared) if number % 2 else [] for number in range(CONVERSATIONS)]
@@ -184,7 +182,7 @@ def test_our_eager_hits_are_at_least_the_peers(kind: checkpoints.Kind, folder: P
 def test_our_hits_with_recurrent_layers_are_at_least_the_peers(
     kind: checkpoints.Kind, policy: str, size: int, folder: Path
 ) -> None:
-    """Each state needs one block in every group, and a hit needs a state."""
+    """A hit needs a state, which has one block in each recurrent group."""
     mine, other = side_by_side(kind, folder, policy, (size,))[size]
     assert other.hits > 0
     assert mine.hits >= other.hits, (mine, other)

@@ -103,7 +103,7 @@ def ranks_reported(output: Any) -> list[int]:
 def test_a_request_resumes_when_the_last_rank_has_ended_its_copy(
     outcomes: Sequence[CopyOutcome], steps: Sequence[set[int]]
 ) -> None:
-    """In each step, the copies of some ranks end. The core learns of each rank at once."""
+    """In each step, the copies of some ranks end. That step's output has these ranks' reports."""
     workers = Workers()
     assert workers.step(**load()).finished_recving is None
     for ended in steps:
@@ -194,7 +194,7 @@ def worker_with_disk(root: Path) -> tuple[VllmWorker, DiskPlace]:
 
 @pytest.mark.parametrize("ended", [(), (0,), (1,)])
 def test_an_abandoned_load_is_reported_once_by_each_rank(ended: Sequence[int]) -> None:
-    """A rank that has already reported the end of its copy reports nothing again."""
+    """A rank that has already reported its copy does not report it again."""
     workers = Workers()
     workers.step(**load())
     for rank in ended:

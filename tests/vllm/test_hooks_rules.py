@@ -71,7 +71,7 @@ def test_r9_a_load_that_times_out_is_recomputed_in_other_blocks(hands: Hands, en
     asked = Asked(prompt(3), 12)
     expected = truth(rig, asked)
     load = start_loading(hands, asked)
-    held.copier._held = False  # copies are not held from here on
+    held.copier._held = False  # later copies are not held
     held.clock.jump(31)
     with Reports(rig) as reports:
         rig.until(partial(rig.is_done, "a"))
@@ -86,7 +86,7 @@ def test_r9_a_load_that_times_out_is_recomputed_in_other_blocks(hands: Hands, en
     other = Asked(prompt(4, 200), 6)
     right = truth(rig, other)
     quarantined = rig.slots(SlotState.QUARANTINED)
-    getattr(load, end)()  # the blocks to which the copy writes were not allocated again
+    getattr(load, end)()  # the copy writes only to blocks that were not reallocated
     assert same(rig.run({"b": other})["b"], right)
     assert engines.held_blocks(rig.llm) == 0
     assert rig.slots(SlotState.QUARANTINED) == quarantined

@@ -149,7 +149,7 @@ def test_a_boundary_costs_one_chunk_for_a_shared_prefix_and_nothing_otherwise(on
 
 
 def chunks(on: Stage, asked: Asked) -> int:
-    """Return in how many steps the engine computes a request's prompt."""
+    """Return the number of steps in which the engine computes a request's prompt."""
     sizes: list[int] = []
     schedule = on.rig.scheduler.schedule
 

@@ -2,8 +2,8 @@
 
     python -m tests.vllm.test_refused_memory FOLDER
 
-runs two engines, one after the other, in a process whose address space is limited (`RLIMIT_AS`) when the arena
-begins to grow, so that the kernel refuses a chunk. The limit is removed when the engine has ended.
+This command runs two engines, one after the other. When an engine's arena begins to grow, the process's address
+space is limited (`RLIMIT_AS`), so that the kernel refuses a chunk. The limit is removed when the engine has ended.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _ROOM_BYTES = CHUNK_BYTES // 2  # how much address space the limit leaves for vL
 
 
 def test_an_engine_runs_with_less_host_memory_than_requested(folder: Path) -> None:
-    # With fewer arenas of malloc, each of which reserves 64 MiB of address space.
+    # Limit malloc's arenas, because each reserves 64 MiB of address space.
     log = run_module(__name__, folder, environment={"MALLOC_ARENA_MAX": "2"})
     lines = [line for line in log.splitlines() if "host_memory_refused" in line]
     for granted, line in zip(GRANTED, lines, strict=True):
-        # Without any slot nothing is offloaded, which is an error.
+        # Without any slot, nothing can be offloaded, so the line is an error.
         assert ("WARNING" if granted else "ERROR") in line
         assert f" ready_slots={granted * CHUNK_SLOTS} " in line
         assert f"wanted_slots={CHUNKS * CHUNK_SLOTS} " in line

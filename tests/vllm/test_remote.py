@@ -25,7 +25,7 @@ Answers = dict[str, Reported]
 def test_r18_a_new_engine_finds_the_first_engines_prefix_and_no_blocks_of_adapters(
     bucket: Bucket, tmp_path: Path
 ) -> None:
-    """Both engines load an adapter from the same path, but with other bytes. vLLM's hashes know only its path."""
+    """Both engines load an adapter from the same path, but with different bytes. vLLM hashes only the path."""
     from vllm.lora.request import LoRARequest
 
     adapter = LoRARequest("adapter", 1, str(tmp_path / "adapter"))

@@ -100,7 +100,7 @@ def adapter(folder: Path, name: str) -> Any:
     return LoRARequest(name, number, str(adapters.make(folder / "adapters" / name, seed=number)))
 
 
-# -- what is asked ------------------------------------------------------------------------------------------------------
+# -- the requests -------------------------------------------------------------------------------------------------------
 
 
 def samples(rig: Rig, _: Path) -> Answers:

@@ -78,7 +78,7 @@ def renew(rig: Rig) -> Held:
 
 
 def live(rig: Rig, held: Held) -> None:
-    """Run requests that store, load and share blocks, and abort one. Then let a load time out."""
+    """Run requests that store, load and share blocks, and abort one. Then jump past the loads' time limit."""
     rig.ask("first", ASKED["first"])
     steps(rig, 12)
     rig.scheduler.reset_prefix_cache()
@@ -102,9 +102,7 @@ def steps(rig: Rig, count: int) -> None:
 
 
 def trial(rig: Rig, expected: dict[str, Reported], place: Place | None) -> list[str]:
-    """Run all requests, with an error raised at `place` in the core, or with no error if it is None. Return
-    the problems found.
-    """
+    """Run all requests, raise an error at `place` in the core unless it is None, and return the problems found."""
     held = renew(rig)
     with Reports(rig) as reports:
         with raising(place) if place else nullcontext(lambda: False) as has_raised:

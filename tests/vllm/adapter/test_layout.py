@@ -152,7 +152,7 @@ def test_a_layer_that_shares_another_layers_cache_is_ignored() -> None:
     ("shape", "block_dim", "regions"),
     [
         ((2, BLOCKS, 4, 2, 8), 1, 2),  # the keys of all blocks come before the values
-        ((BLOCKS, 2, 4, 2, 8), 0, 1),  # a block has its keys and values together
+        ((BLOCKS, 2, 4, 2, 8), 0, 1),  # each block has its keys and values together
         ((BLOCKS, 4, 64), 0, 1),
         ((BLOCKS, 2, 4, 8), 0, 1),  # the layout on CPUs: a block's heads come before its tokens
     ],

@@ -90,9 +90,10 @@ def until(condition: Callable[[], bool], seconds: float = _PATIENCE_S) -> None:
 
 @contextmanager
 def burst(server: engines.Server) -> Iterator[list[Future[Reply]]]:
-    """Send prompts, and yield their replies when the engine has received all prompts and a copy is open.
+    """Send prompts, and yield the futures of their replies while the engine has all prompts and a copy is open.
 
-    No prompt is sent afterwards, because vLLM does not answer requests that arrive during its shutdown.
+    All prompts arrive before the caller stops the server, because vLLM does not answer requests that arrive
+    during its shutdown.
     """
     with ThreadPoolExecutor(_BURST) as pool:
         for attempt in range(_BURSTS):

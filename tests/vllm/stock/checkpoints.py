@@ -24,7 +24,7 @@ KINDS: tuple[Kind, ...] = ("qwen3", "gemma3")
 RECURRENT: tuple[Kind, ...] = ("lfm2", "granite4", "qwen3_next")
 """Models with recurrent layers have separate tests."""
 
-VOCABULARY = 320  # 256 bytes, the end of a text, and unused tokens
+VOCABULARY = 320  # 256 bytes, the end-of-text token, and unused tokens
 END = 256
 WINDOW = 80  # not a multiple of the block size, so that windows begin inside a block
 WIDTH = 0.15  # the standard deviation of the weights
@@ -43,7 +43,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "tie_word_embeddings": False,
 }
-# a shape with which computing a prompt takes long enough to be compared with loading it
+# With this shape, computing a prompt takes long enough to be compared with loading it.
 LARGER = {
     "hidden_size": 512,
     "intermediate_size": 1536,

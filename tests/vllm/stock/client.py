@@ -26,9 +26,9 @@ class Reply:
 
     Args:
         tokens, logprobs: the answer's tokens and their log-probabilities.
-        prompt_tokens: how many tokens the prompt has.
-        cached_tokens: how many prompt tokens were not computed, as vLLM reports it.
-        first_token_s: seconds from sending the prompt to the first token.
+        prompt_tokens: the number of tokens in the prompt.
+        cached_tokens: the number of prompt tokens that vLLM reports as not computed.
+        first_token_s: the time in seconds from sending the prompt to the first token.
     """
 
     tokens: tuple[int, ...]

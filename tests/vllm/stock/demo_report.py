@@ -39,11 +39,11 @@ class Play:
 
     @property
     def host_tokens(self) -> int:
-        """How many prompt tokens came from the host, as vLLM reports it."""
+        """The number of prompt tokens that vLLM reports as loaded from the host."""
         return self.grown("vllm:external_prefix_cache_hits_total")
 
     def first_tokens_s(self, *, returning: bool) -> list[float]:
-        """Return the times to first token of returning turns, or of the conversations' first turns."""
+        """Return the times to first token of later turns, or of the conversations' first turns."""
         return [reply.first_token_s for turn, reply in self.replies.items() if (turn.turn > 0) == returning]
 
 

@@ -85,7 +85,7 @@ class _Stream:
 
 
 class _Event:
-    """Replaces a CUDA event. It has passed when all copies submitted before it have ended."""
+    """Replaces a CUDA event. It is complete when all copies submitted before it have ended."""
 
     def __init__(self, enable_timing: bool = False) -> None:
         self._after: Future[float] | None = None

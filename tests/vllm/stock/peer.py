@@ -69,7 +69,7 @@ class PeerOnHost(SimpleCPUOffloadConnector):  # type: ignore[misc]  # vLLM is no
 
 
 class HostCopies:
-    """Copies blocks within host memory in order, on a thread or at once."""
+    """Copies blocks within host memory in order, on a thread or inside the hook."""
 
     def __init__(self, inline: bool) -> None:
         self._inline = inline
@@ -102,7 +102,7 @@ class HostCopies:
             self._orders.put(order)
 
     def shutdown(self) -> None:
-        """End the thread when all submitted copies have ended."""
+        """End the thread after all submitted copies."""
         if self._thread.is_alive():
             self._orders.put(None)
             self._thread.join()
@@ -127,7 +127,7 @@ def _copy(
 
 
 class _Done:
-    """Replaces a CUDA event that has passed."""
+    """Replaces a completed CUDA event."""
 
     def record(self, stream: object = None) -> None:
         pass

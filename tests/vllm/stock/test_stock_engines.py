@@ -1,4 +1,4 @@
-"""Tests what the other tests compare with: the small models on vLLM, and vLLM's own connector."""
+"""Tests the references that other tests compare with: the small models on vLLM, and vLLM's own connector."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_peer_finds_blocks_on_the_host_and_changes_no_token(kind: checkpoint
     checkpoint = checkpoints.make(kind, folder / kind)
     with engines.in_process(checkpoint, **SMALL[kind]) as plain:
         expected = ask_twice(plain)
-    assert [answer.cached for answer in expected] == [0] * 6  # without a connector, no prompt is found again
+    assert [answer.cached for answer in expected] == [0] * 6  # without a connector, there are no hits
     for inline in (False, True):  # the peer copies on its thread, then inside the hook
         transfer = peer.kv_transfer(1 << 26, inline=inline)
         with engines.in_process(checkpoint, kv_transfer_config=transfer, **SMALL[kind]) as offloading:
@@ -64,6 +64,6 @@ def test_the_peer_finds_blocks_on_the_host_and_changes_no_token(kind: checkpoint
 
 
 def ask_twice(llm: LLM) -> list[engines.Answer]:
-    """Serve prompts that evict each other from the device, one after the other, two times."""
+    """Serve prompts that evict each other from the device, one after the other, twice."""
     texts = [prompt(seed, 600) for seed in range(3)]
     return [engines.generate(llm, [text], 8)[0] for text in texts * 2]

@@ -76,7 +76,7 @@ SCENES = {
 
 
 def _tests_of(model: str, *scenes: str) -> tuple[str, ...]:
-    """Return patterns for a model's tests of these scenes. In a failed load no bytes can be wrong."""
+    """Return patterns for a model's tests of these scenes. Failed loads have no control: they leave no wrong bytes."""
     controls = [rf"test_control\[{model}-{scene}\]" for scene in scenes if scene != "failed"]
     return (*(rf"test_scene\[{model}-{scene}\]" for scene in scenes), *controls)
 
@@ -116,7 +116,7 @@ class Setup:
 
     @property
     def is_covered(self) -> bool:
-        """Whether `make test` covers this setup, so that --check and --starts may skip it."""
+        """Whether --check and --starts skip this setup, apart from the selected tests of V2."""
         return self.runner == "V2" or self.version == installed()
 
     @property

@@ -2,7 +2,7 @@
 
     python -m tests.vllm.versions.test_runners qwen3 FOLDER RESULT
 
-writes the tokens of this process's model runner to RESULT.
+This command writes the tokens of its process's model runner to RESULT.
 """
 
 from __future__ import annotations
