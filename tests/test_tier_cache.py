@@ -512,7 +512,7 @@ def test_the_caches_metrics_are_served_to_prometheus(start: Start) -> None:
     assert not [name for name in samples if "remote" in name]  # the remote tier is off
 
 
-# -- random lives -----------------------------------------------------------------------------------------------------
+# -- random calls -----------------------------------------------------------------------------------------------------
 
 ACTIONS = st.one_of(
     st.tuples(st.sampled_from(["put", "get", "has"]), st.lists(st.integers(0, 19), min_size=1, max_size=8)),
@@ -567,7 +567,7 @@ def test_several_threads_put_and_get_the_same_blocks(start: Start, monkeypatch: 
                 draw.choice([rig.put, rig.get, rig.get, rig.has])(*numbers)
                 if seed == 0 and draw.random() < 0.1:
                     rig.cache.reset()
-        except BaseException as error:  # the test fails on any exception of a thread
+        except BaseException as error:  # an exception in any thread fails the test
             errors.append(error)
 
     threads = [threading.Thread(target=live, args=(seed,)) for seed in range(5)]

@@ -86,7 +86,7 @@ def test_a_subscription_also_covers_classes_published_before_it() -> None:
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=3), min_size=1, max_size=8))
 def test_all_subscribers_see_all_messages_in_the_same_order(children: list[list[int]]) -> None:
-    """While a message is handled, a subscriber drawn at random may publish a message with the next number."""
+    """While a message is handled, the subscribers in `children` publish messages with the next number."""
     bus, seen = Bus(), [list[int](), list[int](), list[int]()]
 
     def listen(who: int) -> None:

@@ -86,7 +86,7 @@ async def test_a_burst_wakes_a_sleeping_consumer_only_once() -> None:
         await wait_all_tasks_blocked()
         assert feed.wakeups == 1
         feed.close()
-    assert feed.wakeups == 2  # the second wake-up is for the feed's end
+    assert feed.wakeups == 2  # closing the feed wakes the consumer once more
 
 
 async def test_an_awake_consumer_is_not_woken() -> None:
@@ -137,7 +137,7 @@ async def test_cancelling_a_sleeping_consumer_leaves_the_feed_usable() -> None:
 class Interleaved(deque[int]):
     """A feed's queue that calls a function when the feed checks whether the queue is empty.
 
-    `at` has the function for each check, by the check's number.
+    `at` maps a check's number to the function to call.
     """
 
     def __init__(self) -> None:

@@ -160,7 +160,7 @@ def test_by_default_the_conversations_need_the_devices_cache_several_times(layer
     assert kv_blocks(options, config) / (config.num_blocks - 1) > 2.5
 
 
-# -- what is wrong is seen ---------------------------------------------------------------------------------------------
+# -- wrong results are reported ----------------------------------------------------------------------------------------
 
 
 class CorruptingWorker(ReferenceWorker):

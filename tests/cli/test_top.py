@@ -197,7 +197,7 @@ def test_a_row_has_the_operators_numbers(engine: Engine) -> None:
     assert (offloading, disk) == ("OFF: transfer_dead", "closed")
 
 
-# -- where it looks -------------------------------------------------------------------------------------------------
+# -- addresses ------------------------------------------------------------------------------------------------------
 
 
 def test_an_address_or_a_port_is_enough() -> None:
@@ -271,7 +271,7 @@ def test_an_answer_that_is_not_a_metrics_page_is_shown_as_a_line(
     assert error.rstrip("\n").isprintable()
 
 
-# -- once -----------------------------------------------------------------------------------------------------------
+# -- --once ---------------------------------------------------------------------------------------------------------
 
 
 def test_once_prints_the_rows_and_exits(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:

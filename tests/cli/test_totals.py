@@ -49,9 +49,7 @@ def test_the_demos_table_agrees_with_its_journal(
 
 
 def after_warming_up(records: Sequence[Record]) -> list[events.Event]:
-    """Return the conversations' events. The warm-up requests come first, and their copies end before the
-    conversations.
-    """
+    """Return the events since the first conversation. The warm-up's copies end before it."""
     seen = [
         at
         for at, record in enumerate(records)

@@ -37,7 +37,7 @@ def check(name: str, value: object) -> None:
 def check_board(board: dict[str, Any]) -> None:
     plain = copy.deepcopy(board)
     for annotation in plain["annotations"]["list"]:
-        # The published type does not have this field, because it belongs to a data source.
+        # The published type lacks this field, because the data source defines it.
         annotation.pop("expr", None)
     check("dashboard", plain)
     for panel in panels_of(plain):

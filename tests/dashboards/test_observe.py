@@ -22,14 +22,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.tools("prometheus"), pytest.mark.tim
 class Observed:
     prometheus: Prometheus
     start: float
-    end: float  # Later scrapes may fail on a busy machine, which ends the series.
+    end: float  # A later scrape may fail on a busy machine, and the series would end.
     result: dict[str, Any]
     panels: list[Finding]
 
 
 @pytest.fixture(scope="module")
 def observed() -> Iterator[Observed]:
-    """Start the demo first, so that it may serve requests before Prometheus scrapes it for the first time."""
+    """Run a demo under Prometheus. The demo starts first and may serve requests before the first scrape."""
     address = f"127.0.0.1:{free_port()}"
     with run_demo(address) as demo, run_prometheus([address]) as prometheus:
         start = time.time()
@@ -74,7 +74,7 @@ def test_prometheus_has_every_metric_of_the_catalogue_with_all_its_series(observ
 
 
 def test_prometheus_has_the_numbers_that_the_demo_reports(observed: Observed) -> None:
-    """The counts include the warm-up, so they are at least those in the demo's table."""
+    """The demo's table leaves out the warm-up, which loads no blocks."""
     seen = observed.prometheus.query("sum by (outcome) (kvoffload_load_blocks_total)", observed.end)
     loaded = {one.labels["outcome"]: one.values[0] for one in seen}
     assert {name: count for name, count in loaded.items() if count} == observed.result["offloading"][

@@ -1,4 +1,4 @@
-"""Checks the deployment files as far as this is possible without a cluster."""
+"""Checks the deployment files without a cluster."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_the_pod_is_guaranteed_and_confined(name: str) -> None:
 
 
 def test_only_servers_and_the_store_can_connect_to_mooncake() -> None:
-    """Check that a policy selects every pod that uses Mooncake. Other pods may only connect to a server's
+    """Check that a policy selects every pod that uses Mooncake. Other pods may connect only to a server's
     HTTP port.
     """
     policies = {

@@ -60,7 +60,7 @@ def test_the_expected_host_memory_equals_what_the_arena_allocates(pages: list[in
     ("sizes", "needed"),
     [
         (Sizes(), 2 * 4096),
-        (Sizes(ranks=3), 2 * 4096 - 2),  # the odd bytes cannot be used
+        (Sizes(ranks=3), 2 * 4096 - 2),  # three ranks cannot share the last two bytes
         (Sizes(ranks=2, block_bytes=4096), 2 * 4096),
         # Each rank can use only whole blocks.
         (Sizes(ranks=2, block_bytes=3, page_bytes=(1, 1, 1)), 2 * 4095),

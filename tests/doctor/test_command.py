@@ -18,7 +18,7 @@ from kvoffload.cli.main import main
 SIZED = {"host memory", "locked memory", "host pool"}
 MACHINE = {"swap", "huge pages", "gpu"}
 VLLM = {"vllm version", "vllm plugin", "vllm connector", "load failures", "model sizes"}
-ON_SOCKETS = {"memory node"}  # this check is made only if a GPU's NUMA node is known
+ON_SOCKETS = {"memory node"}  # this check runs only if a GPU's NUMA node is known
 BLOCKS = ("--block-bytes", "1MiB", "--device-blocks", "2000")
 ENOUGH = ("--config", "host_bytes=1MiB")
 

@@ -103,7 +103,7 @@ class CopyingScheduler(SchedulerPlugin):
         self._leases: list[int] = []  # the blocks leased for the stores in the last plan
         self._withheld: list[int] = []
         self._withheld_steps = 0
-        # Blocks that stay leased because their stores are open although their requests have ended.
+        # Blocks of ended requests, leased until their stores end.
         self._left: dict[bytes, int] = {}
 
     def withhold(self, count: int, steps: int) -> None:

@@ -39,7 +39,7 @@ def test_at_most_max_requests_run_together() -> None:
 
 
 def crowd(engine: Engine, count: int = 3) -> list[TokenStream]:
-    """Submit requests whose prompts fit in the pool together. With their answers they do not fit."""
+    """Submit requests whose prompts fit in the pool together, but not with their answers."""
     return [engine.submit(tokens(12, seed), SamplingParams(20)) for seed in range(count)]
 
 
@@ -141,7 +141,7 @@ def test_the_audit_finds_a_block_that_was_not_released() -> None:
     engine.step()
     request = engine._scheduler.running[0]
     request.tables[0][1] = 0
-    # The audit finds the block missing in two counts: the pool's and the request's.
+    # Two counts miss the block: the pool's and the request's.
     assert len(engine.audit()) == 2
 
 

@@ -106,7 +106,7 @@ class Scene:
 
 
 def _saved(index: KeyIndex) -> tuple[Any, ...]:
-    """Save a dict once even if it serves several first bytes. Copies would fill most of a saved scene."""
+    """Save each dict of `parts` once, though many entries share it. Copies would fill most of a scene."""
     runs = [list(same) for _, same in groupby(index.parts, id)]
     return _restored, ([(len(run), run[0]) for run in runs], index._changes)
 

@@ -33,7 +33,7 @@ def test_a_world_is_explored_to_its_last_state() -> None:
     assert explore(small, states=100_000) == seen
 
 
-# -- that it bites ----------------------------------------------------------------------------------------------
+# -- disabled rules are detected --------------------------------------------------------------------------------
 
 SHOWN_IN = {
     "r1_load_without_pin": "a load",

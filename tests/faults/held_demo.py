@@ -13,7 +13,7 @@ from kvoffload.transfer import host_copier
 if TYPE_CHECKING:
     from kvoffload.transfer.runs import CopyRuns
 
-_FREE = 5  # How many copies run before copies are held.
+_FREE = 5  # this many copies run before the others are held
 _started = itertools.count()
 _go_on = threading.Event()
 

@@ -58,7 +58,7 @@ def test_an_engine_runs_with_less_host_memory_than_requested(
         made.assert_clean()
 
 
-# -- a device that is lost --------------------------------------------------------------------------------------------
+# -- a lost device ----------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_device_switches_offloading_off_and_the_engine_continues(
@@ -79,7 +79,7 @@ def test_a_lost_device_switches_offloading_off_and_the_engine_continues(
     assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in caplog.text
 
 
-# -- one rank of two ------------------------------------------------------------------------------------------------------
+# -- one of two ranks fails -----------------------------------------------------------------------------------------------
 
 
 def test_a_store_that_one_rank_fails_is_never_found(caplog: pytest.LogCaptureFixture) -> None:
@@ -107,7 +107,7 @@ def test_a_store_that_one_rank_fails_is_never_found(caplog: pytest.LogCaptureFix
     assert "store_failed" in caplog.text
 
 
-# -- the engine's own counts ----------------------------------------------------------------------------------------------
+# -- the engine's lease counts --------------------------------------------------------------------------------------------
 
 
 def test_an_engine_that_takes_a_leased_block_back_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,7 +127,7 @@ def test_an_engine_that_takes_a_leased_block_back_is_noticed(caplog: pytest.LogC
         made.assert_clean()
 
 
-# -- too late, or never ---------------------------------------------------------------------------------------------------
+# -- copies that end late or never ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["fail", "tear", "finish"])
@@ -155,9 +155,7 @@ def test_a_copy_that_ends_after_its_job_was_abandoned_releases_only_device_block
 
 
 def never_ending(made: Rig, direction: str) -> GatedTicket:
-    """Start copies, and let one of them hang until its job is abandoned. Return that copy; all others have
-    ended.
-    """
+    """Start copies, end all but one, and wait until its job is abandoned; return the hanging copy."""
     if direction == "load":
         on_host_only(made, text(1, 30))
     made.hold()

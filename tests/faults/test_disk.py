@@ -50,7 +50,7 @@ class Process:
             )
 
     def order(self, *orders: str) -> None:
-        """Set how disk calls fail from now on. Without arguments, they work."""
+        """Set how disk calls fail from now on. Without arguments, they succeed."""
         beside = self._orders.with_suffix(".new")
         beside.write_text("".join(f"{order}\n" for order in orders))
         beside.rename(self._orders)
@@ -72,7 +72,7 @@ class Process:
 
     @property
     def harmed(self) -> int:
-        """How many disk calls a fault has changed."""
+        """The number of disk calls with an injected fault."""
         done = self._orders.with_suffix(".done")
         return done.stat().st_size if done.exists() else 0
 

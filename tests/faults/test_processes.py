@@ -94,7 +94,7 @@ def start(journal: Path) -> Demo:
 
 @pytest.fixture(scope="module")
 def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Demo]]:
-    """Start two demos in parallel, each with a running copy. Each is for one test."""
+    """Start two demos in parallel, one per test, each with a running copy."""
     made = [start(tmp_path_factory.mktemp("demo") / "journal") for _ in range(2)]
     try:
         for one in made:
@@ -136,7 +136,7 @@ def test_a_killed_demo_leaves_no_process_memory_or_port(demos: Iterator[Demo]) -
     made.check_nothing_is_left()
 
 
-# -- fork, and imports in an odd order -----------------------------------------------------------------------------------
+# -- forks, and imports in an unusual order ------------------------------------------------------------------------------
 
 
 def run_python(code: str) -> str:
@@ -206,7 +206,7 @@ print("well")
 
 
 def test_modules_can_be_imported_in_any_order_and_twice_and_forked() -> None:
-    """The program imports the plugin's modules three times, starts an engine with each, and forks while their
-    threads run.
+    """The program imports the plugin's modules three times, starts an engine with each, and forks while the
+    engines' threads run.
     """
     assert run_python(ODD) == "well\n"

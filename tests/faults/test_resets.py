@@ -63,7 +63,7 @@ def reset(made: Rig) -> int:
 
 
 def check_answers(made: Rig, *, count: int = 4) -> int:
-    """Serve every request twice; check that each answer is that of the new weights.
+    """Serve every request twice; check each answer against the new weights.
 
     Return how many tokens came from the host.
     """

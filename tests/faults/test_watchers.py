@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-# -- the loop is blocked ----------------------------------------------------------------------------------------------------
+# -- a blocked event loop ---------------------------------------------------------------------------------------------------
 
 
 def run(engine: Engine, prompt: tuple[int, ...], tokens: int = 3) -> int:
@@ -45,8 +45,8 @@ def run(engine: Engine, prompt: tuple[int, ...], tokens: int = 3) -> int:
 def test_an_observer_that_blocks_the_event_loop_only_delays_stores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The observer blocks the thread that also starts stores, so stores time out. The engine's own thread
-    starts loads.
+    """The observer blocks the thread that also starts stores, so stores time out. Loads work, because
+    the engine's own thread starts them.
     """
     gate = ThreadGate()
 

@@ -102,7 +102,7 @@ COMMANDS = {
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """How to kill a command: which command, in which way, and when, as a share of the command's usual time."""
+    """How to kill a command. `share` is the moment, as a share of the command's usual duration."""
 
     command: str
     way: str
@@ -232,9 +232,9 @@ class Killer:
 
 @contextmanager
 def _standard_output(way: str, folder: Path) -> Iterator[tuple[FileIO | None, int]]:
-    """Yield the end of the output from which the test reads, and the end to which the command writes.
+    """Yield the read end and the write end of the command's output. The caller closes the write end.
 
-    The first is None unless closing it must end the process. The caller closes the second.
+    The read end is None unless closing it is the way to end the process.
     """
     if way in ("closed output", "closed terminal"):
         descriptor, output = os.pipe() if way == "closed output" else pty.openpty()

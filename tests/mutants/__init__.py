@@ -1,5 +1,4 @@
-"""Measures which changes of the code the tests notice. A change is a small generated one, or disables a whole
-rule.
+"""Measures which changes to the code the tests notice: small generated changes, and disabled rules.
 
 For each change, `make mutants` runs the tests that cover the changed line.
 """

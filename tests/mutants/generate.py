@@ -166,7 +166,7 @@ def _sites(tree: ast.AST, outer: _Site) -> Iterator[_Site]:
                 continue
             site = _inner(child, _Place(tree, name, index), outer)
             yield site
-            if not isinstance(child, ast.Raise):  # the texts of exceptions are only for readers
+            if not isinstance(child, ast.Raise):  # error messages are not mutated
                 yield from _sites(child, site)
 
 
@@ -179,9 +179,7 @@ def _inner(node: ast.AST, place: _Place, outer: _Site) -> _Site:
 
 
 def _is_not_code(node: ast.AST) -> bool:
-    """Return whether a node does not change what the program does: a docstring, a text, a log call or an
-    assertion.
-    """
+    """Return whether a node is never mutated, such as a docstring, an f-string, a log call or an assertion."""
     match node:
         case ast.Assert() | ast.Import() | ast.ImportFrom() | ast.JoinedStr() | ast.Expr(ast.Constant()):
             return True

@@ -119,7 +119,7 @@ class _Run:
         self.process.start()
 
     def end(self, *, is_late: bool) -> Verdict:
-        """End the process and its children.
+        """End the process and its children; return the verdict.
 
         Raises:
             RuntimeError: pytest did not find the tests.

@@ -1,8 +1,8 @@
 """Disables whole rules, which needs more than a change of one line.
 
-`make mutants ARGS="--rules"` expects a test to fail for each disabled rule; `tests/simulate` and `tests/explore`
-expect most rules to be noticed there too. The name of each function begins with the rule that it disables. The
-function returns the patches that do this.
+`make mutants ARGS="--rules"` expects a test to fail for each disabled rule. The simulation and the exploration
+must detect most of them too. Each function returns the patches that disable a rule, and its name begins with the
+rule's number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Patch = tuple[Any, str, Any]
 
 
 def _nothing(*args: object, **settings: object) -> None:
-    """Do nothing. Replaces the method of a disabled rule."""
+    """Do nothing, in place of a method that a rule needs."""
 
 
 def r1_load_without_pin() -> list[Patch]:

@@ -76,7 +76,7 @@ def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
 
 
 def slot_bytes(kind: str, ranks: int = 1) -> int:
-    """Return the bytes of a block on each rank. Keys and values have 4 bytes per number in each tensor."""
+    """Return a block's bytes on each rank. Keys and values are float32."""
     model = tiny_model(kind, {"layers": LAYERS[kind]})
     return 2 * BLOCK * model.kv_heads * model.head_dim * 4 * model.layers_per_group // ranks
 
@@ -187,7 +187,7 @@ class Rig:
         pool = self.engine.pool
         return sum(leased > 0 and not held for leased, held in zip(pool._leased, pool._held, strict=True))
 
-    # -- what must hold -----------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         assert self.engine.audit() == []
@@ -277,7 +277,7 @@ def text(seed: int, tokens: int) -> tuple[int, ...]:
 def on_host_only(made: Rig, *prompts: tuple[int, ...]) -> None:
     """Store these prompts on the host, and remove them from the device."""
     for prompt in prompts:
-        made.run(prompt, 6)  # a request with so many tokens stores all blocks in spite of the lease limit
+        made.run(prompt, 6)  # enough steps to store all blocks in spite of the lease limit
     made.forget_device()
 
 

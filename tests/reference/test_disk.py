@@ -91,7 +91,7 @@ def test_r18_the_next_engine_finds_all_put_blocks(start: StartEngine, kind: str,
 
 
 def key_file(path: Path) -> dict[str, object]:
-    """Write a key file that contains its own name; return the setting for this file."""
+    """Write a key file, with a key made from its name; return the setting that names the file."""
     path.touch(mode=0o600)
     path.write_text(path.name * 32)
     return {"tier_key_file": str(path)}

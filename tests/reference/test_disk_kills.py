@@ -88,7 +88,7 @@ class Served:
 
 
 def serve(folder: Path, seed: int, to_test: Connection, records: Connection, counting: bool) -> None:
-    """Serve until killed or stopped. Send the index, each record, and each answer's fetched blocks."""
+    """Serve until killed or stopped. Send the index, each record, and after each answer the blocks fetched so far."""
     stops = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stops.set())
     say_records(records)
@@ -117,7 +117,7 @@ def say_records(to_test: Connection) -> None:
 
 
 class Lives:
-    """Processes that use one folder, one after the other.
+    """Successive processes that use one folder.
 
     Attributes:
         held: for each slot, the key of its last put, unless the slot has been invalidated since then.

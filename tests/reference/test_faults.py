@@ -46,7 +46,7 @@ def advance(made: Rig, request_id: str) -> None:
     assert not made.engine.has_work
 
 
-# -- a bad start ------------------------------------------------------------------------------------------------
+# -- a failed start ---------------------------------------------------------------------------------------------
 
 BAD: list[tuple[Options, str]] = [
     ({"extra": {"host_byte": 5, "store_policy": "soon"}}, "store_policy is 'soon'.*did you mean host_bytes"),

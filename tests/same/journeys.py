@@ -4,7 +4,7 @@ It prints Markdown tables for the reference engine and, if .venv/vllm exists, fo
 tables contain only functions of kvoffload and its adapters, without comprehensions and without the reference
 engine itself. Each journey runs several times, and its table lists the functions that every run entered. Work
 done once for many messages, such as writing the journal's lines, is therefore left out. The code names only
-hooks, so that two commits can be compared.
+hooks, so that it also runs on the other commit of a comparison.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Odds:
         no_fence: recording the fence raises.
         hang: the copy ends only when the run is over.
         late: the copy takes about as long as the timeout, or twice as long.
-        usual_s: the longest time of a copy that is neither late nor hanging.
+        usual_s: the maximum duration of a copy that is neither late nor hanging.
         timeout_s: the timeout that `late` refers to.
         in_order: whether batches of one direction end in the order of submission, as on a stream.
     """
@@ -99,7 +99,7 @@ class ChaosCopier:
         loop: runs the timers that copy bytes and end batches.
         draws: the random numbers.
         odds: the probabilities of faults.
-        switch: called in each method, where another thread could run.
+        switch: called where another thread could run.
     """
 
     slices = 0

@@ -48,7 +48,7 @@ class DiskOdds:
         flip: a wrong bit is written or read.
         lost: the call does nothing, and reports success.
         hang: the call returns when the run is over.
-        usual_s: the longest time of a call that does not hang.
+        usual_s: the maximum duration of a call that does not hang.
     """
 
     error: float = 0.0
@@ -365,7 +365,7 @@ class SimDisk(RecordedOs):
         self._wait(("error", "full"))
         super().posix_fallocate(descriptor, offset, size)
 
-    # -- what becomes of it ---------------------------------------------------------------------------------------
+    # -- crashes and recovery -------------------------------------------------------------------------------------
 
     def process_dies(self) -> None:
         """Close and unlock the process's files, as the end of the process would."""

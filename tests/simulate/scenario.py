@@ -36,13 +36,13 @@ class Scenario:
         engine: the engine's configuration, including the plugin's.
         odds: the odds of each rank's copier.
         conversations: the total number of conversations.
-        bases: the beginnings of prompts that conversations share.
+        bases: the number of prompt prefixes that conversations share.
         abort: the probability that a turn is aborted.
-        cold: the probability that a turn comes late.
-        forgets: the probability that the device's prefix cache is reset before a late turn, if no request
+        cold: the probability that a client pauses before its next turn.
+        forgets: the probability that the device's prefix cache is reset after such a pause, if no request
             uses the cache.
         acts: the operator's actions, in order, from `OPERATOR`.
-        step_s: the longest time of a step.
+        step_s: the maximum duration of a step.
         switch: the probability that another thread runs, at each point where it could.
         is_shuffled: whether callbacks that are ready together run in random order.
         observers: the behaviour of extra observers: "slow", "raises".
@@ -246,14 +246,14 @@ def _plugin(draws: random.Random, shape: EngineConfig, timeout_s: float) -> dict
 def _block_bytes(shape: EngineConfig) -> int:
     """Return a block's bytes, summed over all ranks.
 
-    Each rank counts with the bytes of the rank that has the most tensors.
+    Every rank counts as many bytes as the rank with the most tensors.
     """
     most_tensors = -(-shape.model.layers_per_group // shape.ranks)
     return shape.ranks * most_tensors * shape.block_tokens * _CELL_BYTES
 
 
 def _odds(draws: random.Random, ranks: int, timeout_s: float) -> tuple[Odds, ...]:
-    """Return each rank's fault probabilities: the same for all ranks, or zero for all ranks but one."""
+    """Return each rank's fault probabilities: the same for all ranks, or nonzero for only one."""
     trouble = draws.choice([*TROUBLES, "none", "some"])
     alone = draws.choice([None, draws.randrange(ranks)])
     in_order = draws.random() < 0.7

@@ -130,7 +130,7 @@ class Simulation:
         self._is_up.set()
         self.is_open.set()
 
-    # -- what the traffic asks ------------------------------------------------------------------------------------
+    # -- used by the traffic --------------------------------------------------------------------------------------
 
     @property
     def offload(self) -> SchedulerSide:
@@ -149,7 +149,7 @@ class Simulation:
 
     @property
     def is_cut_off(self) -> bool:
-        """Return whether the core has raised. Its records can then not be checked (R12)."""
+        """Return whether the core has raised. If so, its records cannot be checked (R12)."""
         return self.offload.faults.error is not None
 
     @property
@@ -172,7 +172,7 @@ class Simulation:
         return self.life != life or bool(self._end)
 
     async def reading(self, read: Coroutine[object, object, None]) -> None:
-        """Read a stream, until the end of the engine cancels the reading."""
+        """Read a stream to its end, or until the engine ends."""
         if not self.has_lives:
             await read
             return
@@ -295,9 +295,7 @@ class Simulation:
             await self.turn(list(self.text(base)), 3, None)
 
     async def _live_again(self) -> None:
-        """Let lookups find blocks, so that these blocks are spilled. Then end the engine and start the next
-        one, up to three times.
-        """
+        """Up to three times: let lookups hit, so that blocks are spilled, then replace the engine."""
         draws = self.scenario.draws("lives")
         for how in draws.choices(["kill", "kill", "power fails", "stop"], k=draws.randint(1, 3)):
             if self._store is not None and draws.random() < 0.8:
@@ -400,12 +398,12 @@ class Simulation:
 
         self.portal.spawn(run_observer, feed, observer, lambda name, error: None)
 
-    # -- what must hold -------------------------------------------------------------------------------------------
+    # -- invariants -----------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         problems = [*self.runner.wrong, *self.engine.audit()]
         problems += self._store.problems if self._store is not None else ()
-        # if the core has raised, the first line only reports that
+        # if the core has raised, the audit's first line only reports that
         problems += self.offload.audit()[1:] if self.is_cut_off else audit(self.offload.core)
         if self.steps % 8 == 0:
             problems += slot_problems(self.offload.gauges())
@@ -468,7 +466,7 @@ class Simulation:
     def _check_opened(self, event: DiskOpened, *, was_reset: bool) -> None:
         """Check that no block from before a reset is found (R18).
 
-        Such a block may be found only if the disk falsely reported that it had removed a file.
+        Such a block may be found only if the disk falsely reported a write or a sync as done.
         """
         self.copies_below["restored"] += event.blocks
         if was_reset and event.blocks and not self.disk.has_lied:
@@ -556,7 +554,7 @@ def _journal_settings(folder: Path | None, life: int) -> dict[str, object]:
 
 
 def _left_of(tier: LowerTier) -> list[str]:
-    """Return what open jobs still hold on a lower tier."""
+    """Return the kinds of jobs that are still open on a lower tier."""
     kept = {"spill": tier.in_flight.keys, "fetch": tier.fetching}
     return [what for what, there in kept.items() if there]
 

@@ -62,7 +62,7 @@ class StoreOdds:
         mixed: the remote tier delivers another block's value.
         full: the remote tier does not accept a value.
         lost: the remote tier reports that it has accepted a value, but loses the value.
-        usual_s: the longest time of a call that is neither late nor hanging.
+        usual_s: the maximum duration of a call that is neither late nor hanging.
         timeout_s: the timeout that `late` refers to.
     """
 
@@ -87,7 +87,9 @@ class SimStore:
     Args:
         draws: the random numbers.
         odds: the probabilities of faults.
-        problems: receives engines' violations of the contract.
+
+    Attributes:
+        problems: the engines' violations of the contract.
     """
 
     def __init__(self, draws: random.Random, odds: StoreOdds) -> None:
@@ -160,7 +162,7 @@ class SimStore:
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
-    # -- what becomes of it ---------------------------------------------------------------------------------------
+    # -- restarts, evictions and other writers --------------------------------------------------------------------
 
     def restart(self) -> None:
         """Lose all values, including the generation."""
@@ -194,7 +196,7 @@ class SimStore:
         self._odds = StoreOdds()
         self.comes_back()
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------
 
     def _call(self) -> str:
         thread = SimThread.current()

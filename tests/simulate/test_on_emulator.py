@@ -50,7 +50,7 @@ def test_one_of_the_first_seeds_detects_batches_without_an_end_event(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CudaTicket, "end", lambda self: setattr(self, "_has_end", True))
-    child = os.fork()  # without the rule, copies reach freed memory, which may crash the process
+    child = os.fork()  # without end events, copies reach freed memory, which may crash the process
     if child == 0:
         os._exit(any(play(seed, partial(simulate_on, emulator)).problem for seed in range(40)))
     assert os.waitpid(child, 0)[1] != 0

@@ -47,7 +47,7 @@ def test_the_catalogue_is_well_formed() -> None:
         assert bool(metric.buckets) == (metric.kind is Kind.HISTOGRAM)
         assert list(metric.buckets) == sorted(set(metric.buckets))
         assert metric.help.endswith(".")
-        assert "|" not in metric.help  # dashboards/metrics.md shows it in a table
+        assert "|" not in metric.help  # the help is a table cell in dashboards/metrics.md
         assert metric.unit
         assert set(metric.label_names).isdisjoint({"engine", "le", "job", "instance"})
 

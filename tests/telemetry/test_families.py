@@ -123,7 +123,7 @@ def test_a_name_that_another_package_uses_is_an_error() -> None:
         make()
 
 
-# -- classes that are not Prometheus' ---------------------------------------------------------------------------------
+# -- metric classes of other libraries --------------------------------------------------------------------------------
 
 
 class Alien:

@@ -40,6 +40,6 @@ def test_every_promised_cell_of_the_version_table_passed() -> None:
         assert {more, *reported.values()} == {"passed"}
         assert disk == "passed" or (disk == "not run" and label.endswith("V2"))
         if label.endswith("V2"):
-            # Not run for recurrent layers: their kernels would run in an interpreter, which is slow.
+            # Recurrent layers are not run: their kernels would run in an interpreter, which is slow.
             several.discard("not run")
         assert several == {matrix.REFUSED if label == "0.28.0" else "passed"}
