@@ -27,7 +27,7 @@ _COLUMNS = 24
 _LONG_LEGEND = 8  # a panel with more names hides series that are 0 in the whole time range
 _ZEROS = model.MatcherConfig(id_val="byValue", options={"reducer": "allIsZero"})
 _HIDDEN = {"legend": True, "tooltip": True, "viz": False}
-# The least width of a table's column in pixels. With Grafana's default of 150, the last columns would be cut off.
+# The minimum width of a table's column in pixels. With Grafana's default of 150, the last columns would be cut off.
 _MIN_WIDTH = 100
 # The builder writes these fields for every variable, but only interval variables have them.
 _INTERVAL_ONLY = ("auto", "auto_min", "auto_count")

@@ -17,7 +17,7 @@ from kvoffload.cli.demo.command import local_store
 from kvoffload.model.errors import RemoteError
 
 # The conversations outgrow first the host memory and then the disk. So lookups find prompts first on the host, then on
-# the disk, and at last in the remote tier.
+# the disk, and finally in the remote tier.
 _WORKLOAD = ["--model", "tiny", "--conversations", "12", "--turns", "8", "--first-tokens", "384"]
 _WORKLOAD += ["--turn-tokens", "96", "--answer-tokens", "24", "--host-bytes", "14MiB"]
 _WORKLOAD += ["--disk", ".", "--config", "disk_bytes=11MiB"]

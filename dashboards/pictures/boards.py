@@ -26,7 +26,7 @@ _END_S = 180.0  # `traffic.py` ends its two servers one after the other
 _VLLM = FOLDER.parent / ".venv" / "vllm" / "bin" / "python"
 _BUILD = FOLDER.parent / ".venv" / "pictures"
 SERVE_S, EVERY_MS, RATE_MS = 600, 5000, 60_000
-"""How many seconds the vLLM engines serve by default, and in milliseconds the time between scrapes and of a rate."""
+"""How many seconds the vLLM engines serve by default; in milliseconds, the scrape interval and the period of rates."""
 _PAGE = '<!doctype html><meta charset="utf-8"><link rel="stylesheet" href="board.css"><div id="root"></div>'
 _ORIGIN = "http://pictures.invalid/"
 _ICONS = Path("node_modules") / "@grafana" / "ui" / "dist" / "public"

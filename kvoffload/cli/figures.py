@@ -68,7 +68,7 @@ def add_up(records: Iterable[Record]) -> Account:
     before, slots = 0, Counter[str]()
     for record in records:
         begun = record.time if begun is None else begun
-        if record.sequence <= before:  # here begin the records of another process
+        if record.sequence <= before:  # the records of another process begin here
             slots.clear()
         before, at, message = record.sequence, record.time - begun, record.message
         bus.publish(message)

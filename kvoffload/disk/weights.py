@@ -1,6 +1,6 @@
 """Identifies a model's weights by a snapshot's commit, or by a digest of all bytes in the model's folder.
 
-Computing a digest takes as long as reading the weights, so it is done on a thread of its own. Digests are cached in a
+Computing a digest takes as long as reading the weights, so it is done on a separate thread. Digests are cached in a
 file by inode, size and time of change (ctime), because no program can set a ctime. If a file changed less than two
 seconds ago, it could change again without getting a new ctime, so its digest is not cached.
 """

@@ -125,7 +125,7 @@ def _judged(line: Line, before: Sequence[Line]) -> Line:
 
 
 def _chosen(names: Sequence[str] | None) -> list[Part]:
-    """Return the parts to run. The first of all parts is always among them.
+    """Return the parts to run. The first part always runs.
 
     Raises:
         CommandError: a name is unknown.

@@ -21,7 +21,7 @@ from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.host_memory import read_file
 from kvoffload.transfer.runs import CopyRuns
 
-# Sizes of pieces in bytes: the page kernel copies the first in one step, the second in eight steps and a remainder.
+# Piece sizes in bytes: the page kernel copies the first size in one step, the second in eight steps and a remainder.
 _PIECES = (4096, 33_808)
 _SHORT = tuple(kib << 10 for kib in (4, 8, 16, 24, 32, 64))
 _LONG = (256 << 10, 1 << 20)
@@ -150,7 +150,7 @@ def _one_by_one(options: Options) -> Iterator[Line]:
 def profile(options: Options) -> Iterator[Line]:
     """Measure how best to use the page kernel on this card, and write the profile that engines read when they start.
 
-    The profile gets the smallest number of thread blocks that is nearly as fast as the fastest. This leaves as much of
+    The profile gets the smallest number of thread blocks with nearly the highest speed. This leaves as much of
     the device as possible to the engine's own kernels.
     """
     rig = Rig(options)
@@ -174,7 +174,10 @@ def profile(options: Options) -> Iterator[Line]:
 
 
 def _fewest(rig: Rig, programs: int) -> Generator[Line, None, int]:
-    """Yield the times of small batches. Return the number of copies from which the page kernel is faster."""
+    """Yield, for small batches, the page kernel's time relative to the copy engine's.
+
+    Return the smallest number of copies for which the page kernel is faster than the copy engine.
+    """
     rig.with_profile(GpuProfile(programs=programs), Direction.LOAD)
     for number in _COUNTS:
         runs = rig.runs(Direction.LOAD, _PROFILED, number)
@@ -194,7 +197,7 @@ def _fewest(rig: Rig, programs: int) -> Generator[Line, None, int]:
 
 
 def _waited(rig: Rig, runs: CopyRuns, *, by_kernel: bool) -> float:
-    """Enqueue a small load on an idle stream, wait for its end, and return how many seconds this took."""
+    """Enqueue a small load on an idle stream, wait until it ends, and return how many seconds this took."""
     stream = rig.copier.stream(Direction.LOAD)
     begun = time.perf_counter()
     if by_kernel:

@@ -95,7 +95,7 @@ def _captured(rig: Rig, call: Callable[[], object]) -> str:
 
 
 def depth(options: Options) -> Iterator[Line]:
-    """Enqueue copies behind a busy stream. Find the first call that blocks, and whether it stops other threads."""
+    """Enqueue copies behind a busy stream. Find the first call that blocks, and whether it holds up other threads."""
     for batch_copies, copies in (("off", 1), ("on", 16), ("on", 256), ("on", 512)):
         how = f"in batches of {copies}" if copies > 1 else "one by one"
         what = f"copies {how} behind a busy stream"

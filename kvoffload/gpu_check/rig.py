@@ -1,7 +1,7 @@
 """Host memory, device memory of one GPU, and copies between them by the copier that workers use.
 
-Host memory is allocated as the arena allocates it. Host and device have twice `Options.size` each. Loads use the first
-half and stores use the second half, so that loads and stores can run at the same time.
+Host memory is allocated as the arena allocates it. Each side has twice `Options.size` bytes. Loads use the first half
+and stores use the second half, so that loads and stores can run at the same time.
 """
 
 from __future__ import annotations

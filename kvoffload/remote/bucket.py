@@ -49,7 +49,7 @@ _INDEXES_AT_ONCE = 128  # how many indexes are read at the same time; a page of 
 # How many catalogues to keep. After a reset, the new namespace needs a second catalogue.
 _MOST_SHARDS = 2
 _SMALL_BYTES = 256  # how many bytes to read, at most, of an object that is not a pack
-# How much of an object's name to log, at most, because any writer may have chosen it.
+# How many characters of an object's name to log, at most: any writer may have chosen the name.
 _LOGGED_CHARACTERS = 100
 _GAP_BYTES = 2**20  # values with a larger gap between them are read by separate requests
 _STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")

@@ -87,8 +87,8 @@ class Journal:
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines as text, the oldest first. Any thread may call this method."""
-        # Copy the young batches before the ring. If a message moves to the ring meanwhile, both copies have it, and its
-        # number shows the duplicate. In the reverse order, neither copy might have the message.
+        # Copy `_young` before the ring. If a message moves to the ring in between, both copies contain it, and its
+        # number shows the duplicate. In the reverse order, both copies could miss the message.
         young, ring = list(self._young), self._ring.copy()
         last = ring[-1][0] if ring else 0
         _extend(ring, [entry for entry in _entries(young) if entry[0] > last])

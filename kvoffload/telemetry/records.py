@@ -292,7 +292,7 @@ def _of_request(records: Iterator[Record], request: str) -> Iterator[Record]:
     jobs: set[object] = set()
     before = number = 0
     for record in records:
-        if record.sequence <= before:  # here begin the records of another process
+        if record.sequence <= before:  # the records of another process begin here
             number = 0
             jobs.clear()
         before = record.sequence

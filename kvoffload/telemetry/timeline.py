@@ -67,7 +67,7 @@ class Canvas(Protocol):
 
 
 class Trace:
-    """A `Canvas` that writes a trace file. It writes each trace event at once, because journals may be large.
+    """A `Canvas` that writes a trace file. It writes each trace event immediately, because journals may be large.
 
     Args:
         write: appends a string to the file.

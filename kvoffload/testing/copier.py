@@ -73,7 +73,7 @@ class GatedCopier:
     """A copier between addresses in host memory. It copies a batch when the test finishes the batch's ticket.
 
     Args:
-        held: False to finish each batch at once when it is submitted. `hold` and `release` change this later.
+        held: False to finish each batch as soon as it is submitted. `hold` and `release` change this later.
     """
 
     def __init__(self, *, held: bool = True) -> None:
@@ -94,7 +94,7 @@ class GatedCopier:
         return [ticket for ticket in self.tickets if ticket.is_open]
 
     def release(self) -> None:
-        """Finish all open batches. From now on, finish each new batch at once when it is submitted."""
+        """Finish all open batches. From now on, finish each new batch as soon as it is submitted."""
         self._held = False
         for ticket in self.open_tickets:
             ticket.finish()

@@ -11,9 +11,9 @@ once. The thread that takes the token ends the call:
   not reuse after a call has hung. It may read host slots, but must call `Call.check` before their bytes leave the
   process; `check` raises if the token is taken.
 * `use` runs on the same thread, after that thread has taken the token. To the owner, the call has not ended, so the
-  host slots still belong to the job. Only `use` may write them. The disk has two exceptions: it may read straight into
-  host slots and write straight from them. If such a call hangs, its job's report names these host slots (for a read) or
-  the file slots (for a write), which are never used again.
+  host slots still belong to the job. Only `use` may write them. Disk calls are an exception: `work` may read from
+  the disk straight into host slots, or write to the disk straight from them. If such a call hangs, its job's report
+  names these host slots (for a read) or the file slots (for a write), which are never used again.
 * The owner's thread takes the token of a call that does not return in time, and of all calls when it closes. If `work`
   returns after that, the call's thread drops the result.
 

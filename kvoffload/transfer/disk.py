@@ -9,8 +9,8 @@ share one disk call.
 A call that hangs occupies its thread and that thread's buffer. Slots that the call may still change are not used again.
 `Part.under_call` lists them: file slots for a write, host slots for a read in place. A write in place quarantines no
 host slot: the bytes that it still reads there go only to file slots that are not used again. The job's other slots can
-be reused. Fetching blocks of 1 and 4 MiB, in 8 pages each, took 0.7 times as much processor time in place as through a
-buffer.
+be reused. Reading in place took 0.7 times the processor time of reading through a buffer, for blocks of 1 and 4 MiB in
+8 pages each.
 
 With `verify`, a spill compares the host slots with the checksums computed when their blocks arrived. Otherwise a block
 with a bit flipped in host memory would get a valid checksum on the disk. A fetch computes the checksums that later

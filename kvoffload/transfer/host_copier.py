@@ -65,7 +65,7 @@ _PIECES = 1024  # the maximum number of pieces that the kernel copies in one cal
 # Limits on the mean piece size, in bytes:
 _LONG = 2**20  # above, memmove is faster than the kernel even while the engine is busy
 _MIDDLE = 48 * 2**10  # above, memmove is faster than the kernel while the GIL is free
-_SHORT = 2**13  # below, indexing is faster than the kernel
+_SHORT = 2**13  # below, indexing is faster than the kernel while the GIL is free
 _UNIT = 2**12  # the largest unit, in bytes, that is copied by array indexing
 _LEAST_UNIT = 2**9
 _ROWS = 512  # the number of units that one indexing operation copies; numpy keeps the GIL for up to 500
@@ -224,7 +224,8 @@ def choose_copy(*, arena_is_target: bool = False) -> Copy:
     """Return the fastest copy function that this system allows, found by copying a few bytes.
 
     Args:
-        arena_is_target: True if the function copies into the arena, which has huge pages; False if out of it.
+        arena_is_target: True if the function copies into the arena, which has huge pages; False if it copies out
+            of the arena.
     """
     vector = _vector_copy(far_is_target=arena_is_target)
     if vector is None:

@@ -2,7 +2,7 @@
 
 Two threads share the pump. The hook's thread (the engine's) submits jobs, polls without waiting, and takes reports. The
 transfer coroutine runs on another thread; it starts stores and notices when batches have ended. The hook's thread
-submits loads at once, because requests wait for them. Stores wait in a queue for the coroutine, because no request
+submits loads immediately, because requests wait for them. Stores wait in a queue for the coroutine, because no request
 waits for them and cutting them into batches takes time.
 
     hook's thread     fence ─ submit_loads ─ one batch ─────────▶ load lane  ─┐
@@ -26,7 +26,7 @@ waits for them and cutting them into batches takes time.
   batch that is being read as a running copy.
 * A started copy cannot be cancelled. When the coroutine is cancelled, jobs that were not started fail at once. The
   coroutine runs, even if cancelled again, until started copies have ended or timed out.
-* If the coroutine dies, the hook's `poll` notices ends instead, and fails jobs that were not started.
+* If the coroutine dies, the hook's `poll` handles ended batches instead, and fails jobs that were not started.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 _CLOSING = "the pump is closing"
-_FIRST_PAUSE_S = 0.0002  # copying a few blocks takes longer
+_FIRST_PAUSE_S = 0.0002  # shorter than the copy of a few blocks
 LONGEST_PAUSE_S = 0.005
 """Python's thread switch interval. Polling more often gains nothing while the engine's thread computes."""
 

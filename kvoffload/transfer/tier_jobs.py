@@ -41,7 +41,7 @@ class TierReport(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Those blocks of a job that one call copies, and the call's results.
+    """The blocks of a job that one call copies, and the call's results.
 
     Args:
         job: the job.

@@ -75,8 +75,8 @@ class BlockNotes:
     Attributes:
         awaited: for the key of each block that arrived before its note was taken, the tiers on which the block arrived.
         late: keys in `awaited` whose notes were taken since the last call of `TierEvents.take`.
-        by_ratio: a dictionary of notes for each block size. The block size is a number of hashes. Each dictionary has
-            the notes by block hash, and starts with the least recently checked note.
+        by_ratio: for each block size, as a number of hashes, the notes by block hash. The least recently checked note
+            comes first.
     """
 
     def __init__(self, groups: VllmGroups, wire: Wire, is_held: Callable[[BlockKey], bool]) -> None:

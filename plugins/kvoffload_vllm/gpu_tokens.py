@@ -32,7 +32,7 @@ from kvoffload_vllm.gpu_check import ENVIRONMENT, ON_GPU, VOCABULARY, Engine, ch
 PROMPTS = 24
 TOKENS = 32
 _FEWER_PROMPTS = 5
-_STEMS = 4  # the number of prefixes, of which each prompt has one
+_STEMS = 4  # the number of prefixes; each prompt begins with one of them
 _LONGEST_STEM, _LONGEST_TAIL = 160, 64
 _WIDTH = 0.15  # the standard deviation of the weights
 _SHAPE: Mapping[str, Any] = {

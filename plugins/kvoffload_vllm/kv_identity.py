@@ -250,7 +250,7 @@ def _keys(vllm_config: VllmConfig) -> str:
 
 
 def _settings(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the settings that change the KV: common settings by name, further settings within vLLM's own digests."""
+    """Return the settings that change the KV: some by name, the rest through vLLM's own digests."""
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     attention: Any = getattr(vllm_config, "attention_config", None)
     draft: Any = vllm_config.speculative_config

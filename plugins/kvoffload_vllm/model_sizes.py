@@ -37,7 +37,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_ke
 
 _FULL = "full_attention"
 _LARGEST_CONFIG = 1 << 20  # the number of bytes after which `_read_json` stops reading
-_SHOWN = 40  # the most characters that an error message quotes from `config.json`
+_SHOWN = 40  # the maximum number of characters that an error message quotes from `config.json`
 _BLOCK_TOKENS = 16  # vLLM's default block size
 _LARGEST_HEAD = 192  # for larger heads, vLLM may choose larger blocks
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")

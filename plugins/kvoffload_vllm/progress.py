@@ -3,7 +3,7 @@
 The progress of a prefill is reported in the next step. A decoding batch completes only a few blocks in each step, and
 each report leads to a store job. So the progress of decoding requests is reported only every 16th step, and one job
 stores all new blocks. With lazy stores, progress is reported in every step. Newly allocated blocks are reported in the
-same step (R7, R10). All progress is reported at once while the device has so few free blocks that vLLM may preempt
+same step (R7, R10). All progress is reported immediately while the device has so few free blocks that vLLM may preempt
 requests.
 """
 
@@ -34,7 +34,7 @@ _Keys = tuple[tuple[BlockKey, ...], ...]
 _make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress] = partial(
     tuple.__new__, facts.Progress
 )
-"""Creates a `facts.Progress` three times as fast as the constructor does, because a step creates many of them."""
+"""Creates a `facts.Progress` in a third of the constructor's time. A step creates many of them."""
 
 
 class KeyMaker:

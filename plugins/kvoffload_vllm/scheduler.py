@@ -168,14 +168,14 @@ class VllmScheduler:
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._request_ended(request, holds_blocks=any(block_ids))
-        # vLLM may free the blocks at once, because blocks that are being copied stay leased.
+        # vLLM may free the blocks immediately, because blocks that are being copied stay leased.
         return False, None
 
     def _request_ended(self, request: Request, *, holds_blocks: bool) -> None:
         """Report to the core that a request finished or was aborted.
 
         If vLLM has rewritten the request's hashes, the unreported blocks are not stored, because the blocks may contain
-        the tokens from before.
+        the old tokens.
         """
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:

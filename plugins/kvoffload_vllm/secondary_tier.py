@@ -235,7 +235,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         self._memory.release()
 
     def _identify(self, vllm_config: VllmConfig) -> KVIdentity:
-        """Return the KV identity. Wait for the engine's first step, because only then vLLM has seeded block hashes."""
+        """Return the KV identity. vLLM seeds its block hashes before the first step, so wait for that step."""
         from vllm import envs
 
         self._stepped.wait()

@@ -108,7 +108,8 @@ class VllmWorker:
     def wait_for_save(self) -> None:
         """Start the step's stores, unless an earlier call in this step has started them.
 
-        vLLM calls this method after the forward pass. Versions before 0.31 do not call it in steps without one.
+        vLLM calls this method after the forward pass. Versions before 0.31 do not call it in steps without a forward
+        pass.
         """
         if self._metadata is not None and not self._stores_started:
             self._stores_started = True

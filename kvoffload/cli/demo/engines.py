@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PLUGIN = "kvoffload"
 _CACHE_SHARE = 4  # by default, the device's cache has room for 1/4 of all conversations
-_LEAST_LENGTH = 4096  # the least `max_model_len`, in tokens
+_LEAST_LENGTH = 4096  # the minimum `max_model_len`, in tokens
 _SPARE_LENGTH = 16  # in tokens: the warm-up's answer may be longer than the conversations' answers
 _TINY = ModelConfig(hidden_size=64, heads=4, kv_heads=2, head_dim=16, ffn_size=96)
 _WINDOW_TOKENS = {"small": 256, "tiny": 48}
@@ -94,7 +94,7 @@ async def open_engines(options: DemoOptions) -> AsyncIterator[Engines]:
 
 
 def kv_blocks(options: DemoOptions, config: EngineConfig) -> int:
-    """Return the number of KV blocks, over all groups, with which every conversation could continue."""
+    """Return how many KV blocks, over all groups, the device would need to hold all conversations."""
     return options.conversations * _conversation_blocks(options, config)
 
 
@@ -149,8 +149,8 @@ def _make(config: EngineConfig, plugin: EnginePlugin | None) -> Engine:
 
 
 def _device_blocks(options: DemoOptions, config: EngineConfig, capacity: Capacity) -> int:
-    # Windows and chunks need the most blocks while a prompt is computed. One request at a time computes its prompt, so
-    # all other requests count with the blocks that they need afterwards.
+    # With windows or chunks, a request needs the most blocks while its prompt is computed. The engine computes one
+    # prompt at a time, so the other requests need only the blocks that they keep afterwards.
     others = min(options.concurrency, options.conversations) - 1
     least = capacity.request_blocks(options.conversation_tokens)
     least += others * _conversation_blocks(options, config)

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from kvoffload.engine.plugin import GroupKind
 
 LOCAL_STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
-"""The values of --remote for which the demo starts a local server, each with the server's name for people to read."""
+"""The values of --remote for which the demo starts a local server, each with the server's display name."""
 LAYERS: dict[str, GroupKind] = {"full": "full", "window": "sliding_window", "recurrent": "recurrent"}
 """The values of --layers, each with the engine's name for this kind of layer."""
-# The least number of turns before the kill: kvoffload spills a block only after a second turn has used it.
+# The minimum number of turns before the kill: kvoffload spills a block only after a second turn has used it.
 _LEAST_BEFORE = 2
 _HOST_BYTES, _DISK_BYTES = "256MiB", "1GiB"
 

@@ -115,7 +115,7 @@ class Player:
                 for _ in range(self._concurrency):
                     group.create_task(self._serve(turns))
         except ExceptionGroup as failed:
-            # All errors are the same: if the engine stops, every request fails with the reason.
+            # Raise only one error: when the engine stops, all requests fail for the same reason.
             raise failed.exceptions[0] from None
         await idle(self._engine)
         self.elapsed_s += clock() - begun

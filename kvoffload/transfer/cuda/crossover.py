@@ -5,8 +5,8 @@ few megabytes of scratch memory, for a few seconds at most. Ranks that start tog
 kernel is not available, copies a wrong byte, or is never faster, all copies go through the copy engine.
 
 A batch takes as long as the slower of its two halves: enqueueing, and the device's copies. The two halves overlap in
-long batches. An H200 copied pieces of 8 KiB at 49 GB/s by its copy engine, but the driver needed 0.5 to 1 us to enqueue
-each piece, so that only 8 to 15 GB/s were reached.
+long batches. An H200's copy engine copied pieces of 8 KiB at 49 GB/s, but the driver needed 0.5 to 1 us to enqueue each
+piece, which limited the batch to 8 to 15 GB/s.
 
 The device's own events time the copies. Large copies before the first event keep the device busy until the timed copies
 have been enqueued, so that the events do not measure the enqueueing.

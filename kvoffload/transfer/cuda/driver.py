@@ -11,9 +11,9 @@ relaxed capture mode. Otherwise, calls that are unsafe during a graph capture wo
 capture.
 
 A call that enqueues an operation blocks if the stream's command buffer is full, and our streams wait behind fences for
-whole forward passes. So the driver counts the operations pending on each stream: when an event has passed, everything
-before it has ended. A call keeps the GIL only if this count guarantees room. Copiers call `has_room` before they
-enqueue more.
+whole forward passes. So the driver counts the operations pending on each stream: once an event has completed, all
+operations before it have ended. A call keeps the GIL only if this count guarantees room. Copiers call `has_room` before
+they enqueue more.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ KERNEL_COPIES = 8192
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-_BLACKWELL = 10  # batches of many copies have been reported to crash or hang on devices of this major version
+_BLACKWELL = (
+    10  # batches of many copies have been reported to crash or hang with this major compute capability
+)
 # The maximum number of copies in one batch call; this many fit into `_ROOM`. A call with 51,828 copies was reported to
 # crash a driver.
 _SLICE = 512
@@ -109,7 +111,7 @@ class _Queue:
     """Counts the operations enqueued on one of our streams.
 
     If two threads count at the same time, an update may be lost. The pending count is correct again once a later event
-    has passed.
+    has completed.
 
     Args:
         enqueued: operations enqueued so far.

@@ -1,6 +1,6 @@
 """Copies short pieces with a kernel, which reads and writes pinned host memory directly over the bus.
 
-A copy engine copies one piece after the other, and starting a short piece takes longer than moving it. A kernel keeps
+A copy engine copies one piece at a time, and starting a short piece takes longer than moving it. A kernel keeps
 many pieces in flight at once. A few thread blocks are enough to saturate the bus, and they leave nearly all of the
 device to the engine's own kernels.
 
