@@ -150,8 +150,8 @@ def _one_by_one(options: Options) -> Iterator[Line]:
 def profile(options: Options) -> Iterator[Line]:
     """Measure how best to use the page kernel on this card, and write the profile that engines read when they start.
 
-    The profile gets the smallest number of thread blocks with nearly the highest speed. This leaves as much of
-    the device as possible to the engine's own kernels.
+    The profile gets the smallest number of thread blocks with nearly the highest speed. This leaves as much of the
+    device as possible to the engine's own kernels.
     """
     rig = Rig(options)
     rig.with_profile(_UNKNOWN, *Direction)

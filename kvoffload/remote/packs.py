@@ -213,7 +213,7 @@ class Catalogue:
         self.packs[pack] = []
 
     def _forget_oldest(self) -> None:
-        """Drop the oldest eighth of the packs. Dropping fewer would sort the packs more often, which takes milliseconds."""
+        """Drop the oldest eighth of the packs. Sorting the packs takes milliseconds, so drop many at a time."""
         packs = sorted(self.packs)
         kept = len(packs) * 7 // 8
         self._floor = packs[kept]

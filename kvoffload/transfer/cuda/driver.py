@@ -51,9 +51,8 @@ KERNEL_COPIES = 8192
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _CAPABILITY_MAJOR = 75  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-_BLACKWELL = (
-    10  # batches of many copies have been reported to crash or hang with this major compute capability
-)
+# Batches of many copies have been reported to crash or hang on devices of this major compute capability.
+_BLACKWELL = 10
 # The maximum number of copies in one batch call; this many fit into `_ROOM`. A call with 51,828 copies was reported to
 # crash a driver.
 _SLICE = 512

@@ -1,10 +1,10 @@
 """NVIDIA's driver library through ctypes: prototypes, and errors with the driver's names.
 
 Functions that only query or set state are called with the GIL held (`PyDLL`): they take less than a microsecond, and a
-thread that releases the GIL may wait 5 ms to get it back while the engine computes. Slow functions
-release the GIL (`CDLL`). Functions that enqueue are bound both ways, because they block if their stream is full. The
-caller (`driver.py`) counts the pending operations and chooses between the two. The caller also checks the return code
-of these functions, because a check here would take as long as the call.
+thread that releases the GIL may wait 5 ms to get it back while the engine computes. Slow functions release
+the GIL (`CDLL`). Functions that enqueue are bound both ways, because they block if their stream is full. The caller
+(`driver.py`) counts the pending operations and chooses between the two. The caller also checks the return code of these
+functions, because a check here would take as long as the call.
 """
 
 from __future__ import annotations
