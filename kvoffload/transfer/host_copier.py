@@ -10,9 +10,10 @@ to copy:
   indexing, 512 at a time, through a buffer that stays in the cache: for a short piece, the kernel's lookup takes longer
   than the copy.
 
-The quick way is used until a drop in its speed shows that another thread wants the GIL. Pieces of a megabyte lose
-little by waiting for the GIL, so `memmove` always copies them. If the kernel or a sandbox refuses the patient way's
-system call, `memmove` copies everything.
+The quick way is used until a drop in its speed shows that another thread wants the GIL. Pieces of 8 to 48 KiB, and
+short pieces in small batches, are always copied the patient way. Pieces of a megabyte lose little by waiting for the
+GIL, so `memmove` always copies them. If the kernel or a sandbox refuses the patient way's system call, `memmove` copies
+everything.
 
 Batches are cut into pieces, which several threads copy. Requests wait for loads, but not for stores. So every free
 thread takes loads before stores, and only one thread at a time copies stores. A load that arrives while stores are

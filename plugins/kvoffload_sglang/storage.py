@@ -43,8 +43,8 @@ LONGEST_S: Final = 5.0
 """The longest time limit of a call, in seconds.
 
 The limits grow like the time that SGLang lets a request wait: 1 s, and 0.25 s more per 1,024 tokens. They must stay
-well below 10 s: SGLang waits that long for its threads before it detaches the backend or flushes its cache, and then
-stops.
+well below 10 s: SGLang waits that long for its threads to end before it detaches the backend or flushes its cache. If a
+thread is still running then, the detach fails, and the flush stops SGLang.
 """
 
 
