@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -93,6 +94,10 @@ class Writer:
         for file in self.files:
             file.close()
         self.folder.close()
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def open_files(folder: Path, slots: int, slot_bytes: int = SLOT_BYTES) -> list[SlotFile]:

@@ -53,6 +53,9 @@ def test_the_folder_has_a_description_of_its_identity(tmp_path: Path) -> None:
 
 def test_only_this_user_can_open_the_folder(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "made", IDENTITY, 0).path
+    (folder / "lock").touch(0o644)
+    folder.chmod(0o755)
+    make_folder(tmp_path / "made", IDENTITY, 0).close()
     for path in (folder, folder.parent, tmp_path / "made"):
         assert path.stat().st_mode & 0o777 == 0o700
     lock_folder(open_folder(folder)).close()

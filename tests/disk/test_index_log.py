@@ -10,6 +10,7 @@ from kvoffload.disk.index import IndexHeader, IndexLog, NotAnIndex, load_index, 
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import Invalidate, Put, Use
+from tests.disk.blocks import open_descriptors
 
 HEADER = IndexHeader(b"g" * 16, (b"the file's ident",), 1000)
 
@@ -122,10 +123,12 @@ def test_the_old_index_stays_if_the_new_one_cannot_be_written(
     tmp_path: Path, log: IndexLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log.append([put(1)])
+    files = open_descriptors()
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EIO, "I/O")))
         with pytest.raises(OSError, match="I/O"):
             log.rewritten()
+    assert open_descriptors() == files
     assert entries(tmp_path) == [put(1)]
     log.append([put(2)])
     assert entries(tmp_path) == [put(1), put(2)]

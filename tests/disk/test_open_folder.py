@@ -12,7 +12,7 @@ from kvoffload.disk.open_folder import close_locked, lock, open_folder
 from kvoffload.disk.slot_file import open_slot_file
 from kvoffload.disk.weights import weights_identity
 from kvoffload.model.errors import DiskError
-from tests.disk.blocks import shape_of
+from tests.disk.blocks import open_descriptors, shape_of
 from tests.disk.test_folder import IDENTITY
 from tests.disk.test_index_log import HEADER, put
 
@@ -92,8 +92,10 @@ def test_an_unsafe_folder_is_refused(tmp_path: Path, kind: str, *, is_parent: bo
         path.mkdir()
         path.chmod(0o777 if kind == "mode" else 0o700)
         os.chown(path, 1234 if kind == "other owner" else -1, -1)
-    with pytest.raises(DiskError, match="is not used: its owner"):
+    files = open_descriptors()
+    with pytest.raises(DiskError, match=r"is not used: its owner .* must be a folder of user"):
         make_folder(tmp_path, IDENTITY, 0)
+    assert open_descriptors() == files
 
 
 def test_a_root_that_all_users_can_write_to_causes_a_warning_unless_it_is_sticky(tmp_path: Path) -> None:

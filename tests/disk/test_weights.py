@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -44,15 +45,22 @@ def test_a_snapshot_is_identified_by_its_commit(tmp_path: Path) -> None:
     assert not (tmp_path / "memory").exists()
 
 
-def test_a_snapshot_with_a_changed_file_is_digested(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_snapshot_with_a_changed_file_is_digested(tmp_path: Path, is_link: bool) -> None:
     folder = snapshot(tmp_path)
-    (folder / "config.json").write_text("changed by hand")
+    path = tmp_path / "mine.json" if is_link else folder / "config.json"
+    path.write_text("changed by hand")
+    if is_link:
+        (folder / "config.json").symlink_to(path)
     assert snapshot_commit(folder) is None
     assert weights_identity(folder, tmp_path / "memory").startswith("digest ")
 
 
 def test_an_empty_snapshot_and_another_folder_have_no_commit(tmp_path: Path, model: Path) -> None:
     folder = snapshot(tmp_path)
+    for other in (folder.with_name("main"), folder.parent.with_name("other") / COMMIT):
+        shutil.copytree(folder, other, symlinks=True)
+        assert snapshot_commit(other) is None
     (folder / "model.safetensors").unlink()
     assert snapshot_commit(folder) is None
     assert snapshot_commit(model) is None

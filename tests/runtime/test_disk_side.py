@@ -10,6 +10,7 @@ import pytest
 from kvoffload.disk.folder import lock_folder, make_folder
 from kvoffload.disk.index import IndexHeader, encode_header, load_index
 from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, open_folder
+from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO
 from kvoffload.model.ids import RequestId
@@ -39,10 +40,12 @@ def open_disk(side: Side) -> None:
     assert side.side.core.state.disk.is_open
 
 
-def end_disk_jobs(side: Side, plan: TransferPlan, copy_s: float = 0.0) -> None:
+def end_disk_jobs(
+    side: Side, plan: TransferPlan, copy_s: float = 0.0, outcome: CopyOutcome = CopyOutcome.DONE
+) -> None:
     for job in plan.disk:
         sums = tuple([(7)] * len(job.slots)) if job.direction is STORE else ()
-        side.report(JobReport(job.id, job.direction, CopyOutcome.DONE, 64, 0.0, copy_s, sums=sums))
+        side.report(JobReport(job.id, job.direction, outcome, 64, 0.0, copy_s, sums=sums))
 
 
 def spilling(side: Side, prefix: str) -> TransferPlan:
@@ -113,6 +116,7 @@ def test_auto_fetches_only_prompts_that_the_disk_delivers_faster(
         leave_on_disk(side, prefix)
     measure(side)
     fetched(side, "first", "a", seconds=seconds)
+    assert side.counts.distributions["kvoffload_load_wait_seconds"]["fetch",].total == pytest.approx(seconds)
     assert (0 < least_from_disk(side) <= RELOAD) is is_faster
     if is_faster:
         fetched(side, "also fast", "b", seconds=seconds)
@@ -124,18 +128,30 @@ def test_auto_fetches_only_prompts_that_the_disk_delivers_faster(
     assert side.side.lookup(side.seen("tries again after a minute", "b"), 0) is None
 
 
+def test_a_failed_fetch_says_nothing_about_the_disks_speed(side: Side) -> None:
+    leave_on_disk(side, "a")
+    measure(side)
+    plan = fetching(side, "fails", "a")
+    side.clock.jump(1.0)
+    end_disk_jobs(side, plan, 0.5, CopyOutcome.FAILED)
+    assert least_from_disk(side) == 0
+
+
 def test_r16_only_the_end_of_another_copy_gives_a_copy_more_time(side: Side) -> None:
     for prefix in "ab":
         leave_on_disk(side, prefix)
     ends, hangs = (fetching(side, f"again {prefix}", prefix) for prefix in "ab")
-    disk = side.side.core.state.disk
+    disk, overdue = side.side.core.state.disk, list[facts.JobOverdue]()
     assert disk is not None
-    for report, is_usable in ((partial(end_disk_jobs, side, ends), True), (side.report, False)):
+    side.side.bus.count(facts.JobOverdue, overdue.append)
+    for act, is_usable in ((partial(end_disk_jobs, side, ends), True), (side.stored, False)):
         side.clock.jump(9 * TIMEOUT_S)
-        report()
+        act()
         side.clock.jump(2 * TIMEOUT_S)
         side.step()
+        side.step()
         assert disk.is_usable is is_usable
+    assert [fact.job for fact in overdue] == [job.id for job in hangs.disk]
     end_disk_jobs(side, hangs)
 
 

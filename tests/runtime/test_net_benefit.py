@@ -125,30 +125,32 @@ def decode(side: Side, seconds: float, count: int = 400) -> None:
         side.clock.jump(seconds)
 
 
-def test_the_extra_time_of_steps_during_copies_counts_as_a_cost() -> None:
+@pytest.mark.parametrize(("direction", "other"), [("store", "load"), ("load", "store")])
+def test_the_extra_time_of_steps_during_copies_counts_as_a_cost(direction: str, other: str) -> None:
     side = Side(config=make_config(transfer_timeout_s=1e6))
     side.seen("d")
     decode(side, 0.010)
     assert (lost(side, "store"), lost(side, "load")) == (0, 0)
-    plan = storing(side, decode=8)
+    plan = storing(side, "a", decode=8) if direction == "store" else loading(side)
     decode(side, 0.012)
-    before = lost(side, "store")
+    before = lost(side, direction)
     decode(side, 0.012, 100)
-    assert lost(side, "store") - before == pytest.approx(100 * 0.002, rel=0.05)
-    assert lost(side, "load") == 0
+    assert lost(side, direction) - before == pytest.approx(100 * 0.002, rel=0.05)
+    assert lost(side, other) == 0
     side.done(plan)
     side.step(decode=8)
     side.step(decode=8)
-    before = lost(side, "store")
+    before = lost(side, direction)
     decode(side, 0.012)
-    assert lost(side, "store") == before
+    assert lost(side, direction) == before
     storing(side, "idle", "idle", decode=8)
-    for name in ("d", "s", "idle"):
+    for name in ("d", "a", "idle"):
         side.ended(name)
     before = lost(side, "store")
     for _ in range(2):  # an idle engine counts no loss, although a copy is open
         side.clock.jump(1000.0)
         side.step()
+        side.ended(side.seen("never runs"))
     assert lost(side, "store") == before
 
 

@@ -81,21 +81,22 @@ def test_the_oldest_pin_is_reported_while_there_is_one() -> None:
 
     side = Side()
     side.stored()
-    a, b = side.seen("a"), side.seen("b")
+    requests = [side.seen(name) for name in "abc"]
     assert oldest() == 0
-    side.clock.jump(5)
-    first = side.clock.monotonic()
-    side.side.lookup(a, 0)
-    side.clock.jump(5)
-    side.side.lookup(b, 0)
+    first = side.clock.monotonic() + 5
+    for request in requests:
+        side.clock.jump(5)
+        side.side.lookup(request, 0)
     assert oldest() == first
     side.allocated("a", RELOAD)  # the load's pins have the age of the lookup's pins
     plan = side.step()
+    side.ended("c")
     assert oldest() == first
     side.done(plan)
     assert oldest() == first + 5
     side.ended("b")
     assert oldest() == 0
+    assert audit_side(side.side) == []
 
 
 # -- gauges -----------------------------------------------------------------------------------------------------
@@ -221,11 +222,14 @@ def test_a_hooks_time_includes_all_its_calls_even_one_that_raises(
     monkeypatch.setattr(side.side.core, "lookup", slow)
     assert side.side.lookup(RequestId("a"), 0) == 0
     assert side.side.lookup(RequestId("a"), 0) == 0
-    side.side.bus.count(facts.TransferReported, lambda _: side.clock.jump(3))
+    for fact in (facts.RequestSeen, facts.RequestEnded, facts.TransferReported):
+        side.side.bus.count(fact, lambda _: side.clock.jump(3))
+    side.ended(side.seen("b"))
     side.report()
     side.step()
     series = side.counts.distributions["kvoffload_hook_seconds"]
-    assert (series["lookup",].total, series["report",].total) == (2, 3)
+    spent = {hook: series[hook,].total for hook in ("seen", "ended", "lookup", "report")}
+    assert spent == {"seen": 3, "ended": 3, "lookup": 2, "report": 3}
 
 
 # -- events -----------------------------------------------------------------------------------------------------
