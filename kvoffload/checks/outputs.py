@@ -122,7 +122,7 @@ def _collector(setup: Setup) -> Finding | None:
     try:
         check_exporter(setup.config)
     except ConfigError as error:
-        return fail(str(error), "correct what is named")
+        return fail(str(error), "correct this setting")
     url = urlsplit(endpoint if "//" in endpoint else f"//{endpoint}")  # a gRPC endpoint may lack a scheme
     port = url.port or (443 if url.scheme == "https" else 80)
     try:

@@ -133,7 +133,7 @@ def _as_served(rig: Rig, large: Mapping[tuple[Direction, ...], Sequence[float]])
     copier = rig.with_profile(read_profile(rig.driver.name, rig.driver.version))
     learn(copier, rig.device)
     words = ", ".join(f"{way.value}s {copier.kernel_below[way] >> 10} KiB" for way in _BOTH)
-    yield Line("sizes below which the kernel copies, as an engine's start measures them", words=words)
+    yield Line("sizes below which the kernel copies, measured as when an engine starts", words=words)
     for piece, goal in _GOALS.items():
         for ways in _WAYS:
             found = ratios(rig.speeds(piece, ways), large[ways])
@@ -164,13 +164,13 @@ def profile(options: Options) -> Iterator[Line]:
     programs = min(one for one in _PROGRAMS if speeds[one] >= _AS_FAST * max(speeds.values()))
     yield _replaces("thread blocks of the page kernel", programs, _UNKNOWN.programs)
     fewest = yield from _fewest(rig, programs)
-    yield _replaces("short copies from which on the kernel is used", fewest, _UNKNOWN.fewest)
+    yield _replaces("fewest short copies for which the kernel is used", fewest, _UNKNOWN.fewest)
     path = profile_path(rig.driver.name, rig.driver.version)
     path.parent.mkdir(parents=True, exist_ok=True)
     stores = read_profile(rig.driver.name, rig.driver.version).stores  # keep the operator's choice
     with written(path) as file:
         file.write(msgspec.json.encode(GpuProfile(programs, fewest, stores)).decode())
-    yield Line("the profile that engines read at their start", words=str(path))
+    yield Line("profile that engines read when they start", words=str(path))
 
 
 def _fewest(rig: Rig, programs: int) -> Generator[Line, None, int]:

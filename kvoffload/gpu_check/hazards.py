@@ -101,7 +101,7 @@ def depth(options: Options) -> Iterator[Line]:
         what = f"copies {how} behind a busy stream"
         yield from asked(what, _depth(options, batch_copies, copies, what))
     yield Line(
-        "the driver that ships assumes",
+        "limits that kvoffload assumes",
         words=f"room for {driver_module._ROOM} pending operations, slices of {driver_module._SLICE} copies",
     )
 
@@ -127,7 +127,7 @@ def _depth(options: Options, batch_copies: str, copies: int, what: str) -> Itera
     words = f"the call that made them {first:,}" if first else f"none of {enqueued:,}"
     yield Line(f"{what}, the first call that waits", words=words)
     longest = 1e3 * float(np.diff(beats).max())
-    yield measured(f"{what}, another thread stood still", [longest], " ms", at_most=1e3 * _WAITED_S)
+    yield measured(f"{what}, longest wait of another thread", [longest], " ms", at_most=1e3 * _WAITED_S)
 
 
 def pause(driver: NvidiaDriver, stream: int, seconds: float) -> None:

@@ -26,7 +26,7 @@ def latencies(options: Options) -> Iterator[Line]:
     rig = Rig(options)
     yield from asked("pinning", _pinning(rig))
     for mib in _PINNED_MIB:
-        yield from asked(f"calls beside pinning of {mib} MiB", _beside_pinning(rig, mib))
+        yield from asked(f"calls while pieces of {mib} MiB are pinned", _beside_pinning(rig, mib))
 
 
 @contextmanager
@@ -53,12 +53,14 @@ def _pinning(rig: Rig) -> Iterator[Line]:
     at, size = memory.address, memory.size
     begun = time.perf_counter()
     driver.register(at, size)
-    yield measured(f"pinning {_ARENA_MIB} MiB that are touched", [1e3 * (time.perf_counter() - begun)], " ms")
+    yield measured(
+        f"pinning {_ARENA_MIB} MiB of touched memory", [1e3 * (time.perf_counter() - begun)], " ms"
+    )
     driver.unregister(at)
     calls = [partial(driver.register, at, size), partial(driver.register, at, size)]
     calls += [partial(driver.register, at + _PAGE, _PAGE), *[partial(driver.unregister, at)] * 2]
     codes = " ".join(str(code_of(call)) for call in calls)
-    what = "codes of pinning memory, again, a page of it, and of releasing it, again"
+    what = "codes of pinning memory, pinning it again, pinning a page of it, releasing it, releasing it again"
     yield in_words(what, codes, _CODES)
 
 

@@ -70,7 +70,7 @@ def _options(line: argparse.Namespace, extra: Mapping[str, object] | None, setup
             "the command line has no --hicache-storage-backend; it must be attached over HTTP later", _ARGS
         )
     if problems := "; ".join(_problems(line, extra or {}, setup)):
-        return fail(problems, f"correct what is named, or {_ARGS}")
+        return fail(problems, f"correct these options, or {_ARGS}")
     return ok("the storage backend works with them")
 
 

@@ -87,7 +87,7 @@ def _options(line: argparse.Namespace) -> Check:
     """Return a check that fails if the connector does not support an option in vLLM's command line."""
     line.world_size = (line.tensor_parallel_size or 1) * (line.pipeline_parallel_size or 1)
     problems = "; ".join(option_problems(line.enable_prefix_caching is not False, line, line))
-    finding = fail(problems, "correct what is named") if problems else ok("the connector works with them")
+    finding = fail(problems, "correct these options") if problems else ok("the connector works with them")
     return Check("vllm options", lambda *_: finding)
 
 
