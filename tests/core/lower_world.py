@@ -68,12 +68,6 @@ class LowerWorld(World):
         ended = self.reported(TierCopyEnded)
         return sum(each.blocks for each in ended if (each.tier, each.direction, each.outcome) == wanted)
 
-    def evicted(self) -> int:
-        """Return how many blocks the host has evicted, not counting blocks that came from a lower tier."""
-        ended = self.reported(TierCopyEnded)
-        fetched = [each for each in ended if (each.direction, each.outcome) == (LOAD, TierOutcome.DONE)]
-        return super().evicted() - sum(each.blocks for each in fetched)
-
     def below(self, text: str, group: int = 0) -> str:
         """Return one character for each block of a text: "x" if the block can be fetched, otherwise "."."""
         index = self.lower.pool.index

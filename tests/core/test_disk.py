@@ -4,6 +4,7 @@ import gc
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvoffload.core.jobs import Fetch, Spill
 from kvoffload.core.machine import SlotState
@@ -19,6 +20,7 @@ from kvoffload.model.events import (
     DiskOpened,
     LookupDeferred,
 )
+from kvoffload.model.ids import SlotId
 from tests.core.disk_world import DiskWorld
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
 from tests.core.world import FAILED, keys_of
@@ -94,7 +96,7 @@ def test_a_head_that_the_host_lost_before_its_tail_is_fetched_by_the_lookup() ->
     world = DiskWorld(host=16)
     world.serve_twice(TEXT)
     world.device.forget_keys()
-    world.core.state.pool.invalidate(world.core.state.pool.index[keys_of(TEXT, world.groups[0])[0]])
+    world.lose(keys_of(TEXT, world.groups[0])[0])
     assert world.lookup(world.fetched("late")) == 12
 
 
@@ -392,6 +394,16 @@ def test_a_smaller_disk_keeps_the_most_recently_used_blocks_of_all_slots() -> No
     assert second.disk.pool.room == 4
     second.serve_twice(THIRD)
     assert (second.below(TEXT), second.below(OTHER), second.below(THIRD)) == ("....", "x...", "xxx.")
+
+
+def test_a_block_that_the_index_names_twice_uses_one_slot() -> None:
+    first = DiskWorld.holding(TEXT)
+    put = next(iter(first.index.values()))
+    first.index[SlotId(0)] = structs.replace(put, slot=SlotId(0))
+    second = DiskWorld(before=first, opens=False)
+    del second.index[SlotId(0)]
+    second.open()
+    assert (second.below(TEXT), second.disk.pool.room) == ("xxx.", 32)
 
 
 def test_misses_before_the_index_is_read_have_their_own_cause() -> None:

@@ -44,6 +44,16 @@ def test_only_blocks_found_the_configured_number_of_times_are_spilled_and_each_o
 
 
 @on_each_tier
+def test_open_spills_pin_at_most_an_eighth_of_the_host(kind: Kind) -> None:
+    world = kind(host=16)
+    world.serve("once", TEXT)
+    world.serve("again", TEXT, drains=False)
+    for _ in range(2):
+        world.idle_step()
+    assert [len(world.copies[job].job.slots) for job in world.tier_jobs(STORE)] == [2]
+
+
+@on_each_tier
 def test_blocks_only_on_a_lower_tier_are_fetched_and_then_loaded(kind: Kind) -> None:
     world = kind.holding(TEXT, host=8, ranks=2)
     assert (world.on_host(TEXT), world.below(TEXT)) == ("....", "xxx.")

@@ -266,8 +266,7 @@ def test_no_boundary_is_requested_within_a_hit_or_when_boundaries_are_off(
 
 def test_a_boundary_is_at_the_end_of_the_prefix_on_device_and_host() -> None:
     world = with_states(12)
-    pool = world.core.state.pool
-    pool.quarantine(pool.index[key_at(TEXT, 4, 1)])
+    world.lose(key_at(TEXT, 4, 1))
     world.add("second", SHARED)
     for full_tokens, wanted in ((0, 0), (4, 8)):
         found = world.core.lookup(RequestId("second"), 0, may_wait=True, full_tokens=full_tokens)
@@ -287,9 +286,8 @@ def test_a_miss_tells_an_evicted_state_from_one_never_kept() -> None:
 def test_a_missing_window_block_does_not_count_as_a_missing_state() -> None:
     world = World(full(), window(5, group=1))
     world.only_on_host(TEXT)
-    pool = world.core.state.pool
     for end in (8, 12):
-        pool.invalidate(pool.index[key_at(TEXT, end, 1)])
+        world.lose(key_at(TEXT, end, 1))
     world.admitted("a", TEXT)
     assert world.miss() is not MissCause.NO_STATE
     assert not world.reported(BoundaryAsked)

@@ -248,6 +248,17 @@ def test_r11_a_preempted_request_settles_its_waiting_offers() -> None:
     world.end(request)
 
 
+def test_r11_a_request_preempted_before_its_first_step_loses_the_blocks_that_only_the_device_had() -> None:
+    world = World()
+    world.serve("first", TEXT)
+    world.lose(key_at(TEXT, 8))
+    request = world.add("second", TEXT)
+    world.admit(request)
+    world.preempt(request, tell=False)
+    world.lookup(request)
+    assert world.stores() == {StoreOutcome.STORED: 3, StoreOutcome.LOST: 1}
+
+
 def test_r11_the_next_lookup_notices_a_preemption() -> None:
     world = World(host=0)
     request = computed(world)

@@ -161,8 +161,7 @@ def test_r2_fewer_tokens_than_found_need_other_blocks_of_a_window(is_gone: bool)
     world, text = World(full(), window(5, group=1)), "abcdefghijklmnopq"
     world.only_on_host(text)
     if is_gone:
-        pool = world.core.state.pool
-        pool.invalidate(pool.index[key_at(text, 8, group=1)])
+        world.lose(key_at(text, 8, group=1))
     request = world.add("a", text)
     assert world.admit(request, accept=8) == 16
     if not is_gone:

@@ -825,7 +825,7 @@ def test_r15_a_tail_without_its_head_is_released() -> None:
     request = tail_looked_up(world)
     for key in list(world.core.state.pool.index):
         if len(key) < 16:
-            world.core.state.pool.invalidate(world.core.state.pool.index[key])
+            world.lose(key)
     world.end(request)
     assert world.on_host(LONG) == "..xx"
 
@@ -836,7 +836,7 @@ def test_r15_holds_of_quarantined_slots_are_released() -> None:
     request = world.computed("again", LONG)
     world.finish()
     tail = world.core.state.pool.index[key_at(LONG, 16)]
-    world.core.state.pool.quarantine(tail)
+    world.blocks_on_host -= world.core.state.pool.quarantine(tail)
     world.end_and_drain(request)
     assert world.on_host(LONG) == "xxx."
     assert heads_last(world)

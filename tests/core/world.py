@@ -18,7 +18,14 @@ from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import LoadResults, Policy
 from kvoffload.model import facts
-from kvoffload.model.causes import CopyOutcome, DegradeCause, LoadOutcome, MissCause, StoreOutcome
+from kvoffload.model.causes import (
+    CopyOutcome,
+    DegradeCause,
+    LoadOutcome,
+    MissCause,
+    StoreOutcome,
+    TierOutcome,
+)
 from kvoffload.model.engine import EngineShape, Promises
 from kvoffload.model.events import (
     BlocksEvicted,
@@ -27,6 +34,7 @@ from kvoffload.model.events import (
     LoadEnded,
     LookupAnswered,
     StoreEnded,
+    TierCopyEnded,
 )
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import (
@@ -143,6 +151,17 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
 def needed_blocks(group: GroupSpec, length: int) -> range:
     """Return the positions of the blocks needed to compute from token `length` on."""
     return range(group.first_needed_token(length) // group.block_tokens, length // group.block_tokens)
+
+
+def _blocks_gained(event: Event) -> int:
+    """Return how many more blocks can hit on the host."""
+    if isinstance(event, BlocksEvicted):
+        return -event.blocks
+    if isinstance(event, StoreEnded):
+        return event.blocks if event.outcome is StoreOutcome.STORED else 0
+    if isinstance(event, TierCopyEnded) and event.direction is Direction.LOAD:
+        return event.blocks if event.outcome is TierOutcome.DONE else 0
+    return 0
 
 
 class DevicePool:
@@ -303,6 +322,8 @@ class World:
         self.copies: dict[JobId, Copy] = {}
         self.last_reports: dict[Rank, TransferReport] = {}
         self.log: list[Event] = []
+        self.blocks_on_host = 0
+        """Blocks that can hit on the host, according to the events."""
         self.results: list[tuple[str, bool]] = []
         self.preempted: list[RequestId] = []
         self.persists = True
@@ -336,6 +357,7 @@ class World:
                 assert (answer.cause is None) == (not answer.miss_blocks), answer
                 assert 0 <= answer.fetched_tokens <= answer.hit_tokens, answer
         self.log += new
+        self.blocks_on_host += sum(map(_blocks_gained, new))
         results = self.core.take_results()
         live = self.core.state.requests.live
         assert not [name for name in (*results.loaded, *results.failed) if name in live and live[name].hit]
@@ -348,6 +370,7 @@ class World:
         assert not problems, problems
         leases = self.core.state.leases.counts
         assert leases == dict(self.device.leased), "leases and the device's references disagree"
+        assert self.blocks_on_host == len(self.core.state.pool.index), "not the blocks that events report"
         for key, slot in self.core.state.pool.index.items():
             assert self.host_age[slot] == self.resets, f"slot {slot} can hit, but is from before the reset"
             for rank, held in enumerate(self.host):
@@ -597,6 +620,11 @@ class World:
 
     def overdue(self, job: JobId) -> None:
         self.tell(facts.JobOverdue(job))
+
+    def lose(self, key: BlockKey) -> None:
+        """Remove a block from the host without an event."""
+        pool = self.core.state.pool
+        self.blocks_on_host -= pool.invalidate(pool.index[key])
 
     def rot(self, rank: int, slot: SlotId) -> None:
         """Corrupt a slot of host memory, so that only a checksum can detect the damage."""
