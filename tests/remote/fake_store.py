@@ -60,7 +60,7 @@ class FakeStore:
         if not self.is_full:
             for key, value in zip(keys, values, strict=True):
                 self.values.setdefault(shard.name(key), bytes(value))
-        return [not self.is_full] * len(keys)
+        return [shard.name(key) in self.values for key in keys]
 
     def read(self, name: str) -> bytes | None:
         self._begin("read")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
@@ -10,12 +11,14 @@ import obstore
 import pytest
 from obstore.store import S3Store
 
+from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import parse_address
 from kvoffload.remote.bucket import BucketStore
-from kvoffload.remote.store import FAILED, MISSING, RemoteStore, SharedMemory, open_store
+from kvoffload.remote.store import FAILED, MISSING, Refusals, RemoteStore, SharedMemory, open_store
 from kvoffload.remote.values import TRAILER_BYTES, Shard, generation_name, is_whole, seal
+from tests.captured_logs import capture_logs
 from tests.remote.servers import Bucket, Mooncake
 
 TIMEOUT_S = 5.0
@@ -279,3 +282,21 @@ def test_a_dead_node_fails_reads_and_a_dead_master_fails_all_calls(tmp_path: Pat
     finally:
         server.close()
         store.close()
+
+
+def test_a_refusal_is_logged_once_until_a_put_is_accepted() -> None:
+    refusals = Refusals()
+    with capture_logs() as lines:
+        for reason in ("full", "full", None, "full"):
+            refusals.note(reason, RemoteFault.FULL)
+    assert [line["reason"] for line in lines] == ["full", "full"]
+    assert refusals.fault is RemoteFault.FULL
+
+
+def test_shared_memory_closes_its_descriptor() -> None:
+    memory = SharedMemory(4096)
+    descriptor = memory.descriptor
+    os.fstat(descriptor)
+    del memory
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)

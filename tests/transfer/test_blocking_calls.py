@@ -233,6 +233,14 @@ def test_closing_does_not_wait_and_the_call_that_ends_last_closes_the_resource(k
 
 
 @each
+def test_closing_closes_an_idle_resource(kind: str) -> None:
+    rig = Rig(kind).opened()
+    rig.calls.close()
+    rig._manual.run_all()
+    assert rig.closings == 1
+
+
+@each
 def test_a_call_taken_while_the_resource_is_closed_is_not_made(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,6 +127,29 @@ def test_written_slots_are_synced_once_per_second(tmp_path: Path) -> None:
     assert [at - synced_at[0] for at in synced_at] == pytest.approx([0, 1.1])
 
 
+def test_a_sync_may_take_longer_than_a_call_and_no_other_begins_meanwhile(
+    tmp_path: Path, threads: DaemonExecutor
+) -> None:
+    rig, gate, began_at = DiskRig(tmp_path, threads), ThreadGate(), list[float]()
+
+    def sync() -> None:
+        began_at.append(rig.clock.monotonic())
+        if len(began_at) == 1:
+            gate.arrive()
+
+    rig.file.sync = sync  # type: ignore[method-assign]
+    rig.copy(STORE, [0], [0])
+    rig.clock.jump(1.0)
+    rig.reports()
+    gate.wait_for_arrivals(1)
+    for place in (1, 2):
+        rig.clock.jump(TIMEOUT_S)
+        assert rig.copy(STORE, [0], [place]).outcome is DONE
+    assert len(began_at) == 1
+    gate.open()
+    rig.copies.close()
+
+
 def test_r17_with_a_tier_key_a_slots_bytes_are_valid_only_in_that_slot_and_file(tmp_path: Path) -> None:
     key = TierKey(bytes(32))
     rig = DiskRig(tmp_path, key=key)

@@ -64,11 +64,14 @@ def test_missing_blocks_are_named_and_the_others_are_fetched() -> None:
 
 def test_a_full_store_refuses_blocks_and_stays_in_use() -> None:
     rig = RemoteRig()
+    rig.copy(STORE, [0], [0])
     rig.store.is_full = True
-    report = rig.copy(STORE, [0, 1], [0, 1])
-    assert (report.outcome, report.missing) == (FAILED, (0, 1))
+    some = rig.copy(STORE, [0, 1], [0, 1])
+    assert (some.outcome, some.missing) == (DONE, (1,))
+    none = rig.copy(STORE, [1, 2], [1, 2])
+    assert (none.outcome, none.missing) == (FAILED, (0, 1))
     assert rig.copies.calls.works
-    assert rig.copies.calls.faults[RemoteFault.FULL] == 1
+    assert rig.copies.calls.faults[RemoteFault.FULL] == 2
 
 
 def test_a_new_connection_registers_the_memory_again() -> None:

@@ -59,6 +59,7 @@ def test_put_blocks_are_fetched_into_other_slots(make: Make) -> None:
     [
         *((tier, harm) for tier in TIERS for harm in ("flip", "swap")),
         ("remote", "cut"),
+        ("remote", "empty"),
         ("remote", "trailer"),
     ],
     indirect=["make"],

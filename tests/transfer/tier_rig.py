@@ -242,5 +242,6 @@ class RemoteRig(TierRig):
             "flip": value[:77] + bytes([value[77] ^ 1]) + value[78:],
             "swap": self.store.values[SHARD.name(KEYS[0])],
             "cut": value[:-100],
+            "empty": b"",
             "trailer": value[:-1] + bytes([value[-1] ^ 1]),
         }[how]
