@@ -115,7 +115,7 @@ def _vllm_engines(seconds: float) -> Iterator[tuple[list[str], subprocess.Popen[
 def _line_of(process: subprocess.Popen[str], then: str) -> str:
     """Return the next line of `traffic.py`'s output that starts with `then`.
 
-    Unless `then` is the start of the first line, send the line for which `traffic.py` waits.
+    `traffic.py` waits until it is sent a line, except before its first answer, which starts with "[".
     """
     assert process.stdin is not None
     assert process.stdout is not None

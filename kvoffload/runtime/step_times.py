@@ -26,7 +26,7 @@ _OUTLIER = 4.0  # a longer step counts as this many times the usual duration
 
 # How many recent runs to keep: so many that a stall, such as a compilation, hardly shifts the weighted median.
 _RUNS = 33
-_LONGEST_RUN = 32  # a longer sequence of steps that prefill is split into several runs
+_LONGEST_RUN = 32  # in steps that prefill; a longer run is split
 # The least share of a run's time that counts as prefill, for noisy measurements of decode-only steps.
 _LEAST_SHARE = 0.1
 

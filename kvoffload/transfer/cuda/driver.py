@@ -61,8 +61,8 @@ _CALLS = 256
 # The maximum number of operations pending on a stream; about 1,000 launches are known to fit. A copy in a batch may
 # take as much room as a launch, so it counts as one operation, although 8,192 batched copies fitted on an H200.
 _ROOM = 768
-# The maximum number of batched copies pending if only copies are ahead of them: enough to keep the device busy between
-# two queries.
+# The maximum number of batched copies pending on a stream that waits for no event: enough to keep the device busy
+# between two queries.
 _RUNNING = 8192
 _LAUNCH = 2  # a launch counts as two operations: the copy of the descriptors, and the kernel
 
