@@ -98,6 +98,15 @@ def test_r17_a_lost_value_loses_the_blocks_after_it_and_one_fetch() -> None:
     assert other.below(TEXT)[1] == "."
 
 
+def test_r4_blocks_that_a_full_store_refused_on_one_rank_are_not_found() -> None:
+    world = RemoteWorld(ranks=2)
+    job = world.spilling()
+    world.report(0, job)
+    world.report(1, job, takes=2)
+    assert world.below(TEXT) == "xx.."
+    assert world.remote.pool.count(SlotState.FILLING) == 0
+
+
 def test_r4_r17_a_value_of_another_writer_on_one_rank_is_used_by_no_rank() -> None:
     first, other = two(host=32, ranks=2)
     first.overwrite(TEXT[:8], rank=1)
