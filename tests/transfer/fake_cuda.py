@@ -43,6 +43,7 @@ class FakeCuda:
         self.events = 0
         self.time = 0.0
         self.kernel_error: Exception | None = None
+        self.prepared: list[Stream] = []
         # The size of the scratch memory, if not the requested size.
         self.scratch_bytes: int | None = None
         self.lent = 0
@@ -85,6 +86,7 @@ class FakeCuda:
     def prepare_kernel(self, stream: Stream, programs: int) -> None:
         if self.kernel_error is not None:
             raise self.kernel_error
+        self.prepared.append(stream)
 
     def copy_by_kernel(self, runs: CopyRuns, stream: Stream) -> None:
         if self.kernel_error is not None:

@@ -45,8 +45,9 @@ class Device(FakeCuda):
         return max(float(runs.total_bytes), float(len(runs) * self.wins_from[self.direction])) * 0.99
 
 
-def learned(device: Device) -> CudaCopier:
+def learned(device: Device, profile: GpuProfile | None = None) -> CudaCopier:
     copier: CudaCopier = CudaCopier(device)  # type: ignore[arg-type]
+    copier.profile = profile or GpuProfile()
     learn(copier, "cuda:0")
     return copier
 
@@ -68,6 +69,14 @@ def test_the_search_ends_at_the_first_size_at_which_the_copy_engine_is_as_fast()
 def test_the_copy_engine_makes_all_copies_if_always_faster_and_only_long_ones_if_never() -> None:
     copier = learned(Device(load_wins_from=0, store_wins_from=2**30))
     assert copier.kernel_below == {Direction.LOAD: 0, Direction.STORE: 512 * KIB}
+
+
+@pytest.mark.parametrize("stores", [True, False])
+def test_the_kernel_is_prepared_for_the_directions_that_use_it(stores: bool) -> None:
+    device = Device(load_wins_from=32 * KIB, store_wins_from=32 * KIB)
+    copier = learned(device, GpuProfile(stores=stores))
+    assert copier.kernel_below == {Direction.LOAD: 32 * KIB, Direction.STORE: 32 * KIB if stores else 0}
+    assert (copier.stream(Direction.STORE) in device.prepared) is stores
 
 
 def fails_to_import(device: Device) -> None:
