@@ -43,7 +43,7 @@ class FakeCuda:
         self.events = 0
         self.time = 0.0
         self.kernel_error: Exception | None = None
-        self.prepared: list[Stream] = []
+        self.prepared: list[object] = []
         # The size of the scratch memory, if not the requested size.
         self.scratch_bytes: int | None = None
         self.lent = 0
