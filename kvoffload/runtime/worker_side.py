@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
@@ -88,6 +89,7 @@ class WorkerSide:
         # The arena, and when pinning its memory began; None after the first step, or if no memory is pinned.
         self._unprepared: tuple[Arena, float] | None = None
         self._load_fence: Fence = None
+        self._pid = 0  # the process that the pump belongs to
 
     def register(self, layout: DeviceLayout) -> int:
         """Register the rank's KV memory and start to prepare host memory. Return how many slots there will be.
@@ -119,6 +121,7 @@ class WorkerSide:
             checksums=checksums,
         )
         self._pump = pump
+        self._pid = os.getpid()
         memory = self._config, arena, self._portal, self._clock, checksums, self._tier_key
         shared = self._rank, self._ranks, *memory
         if self._place is not None:
@@ -191,8 +194,11 @@ class WorkerSide:
         return report if report is None or not tiers else merged(report, disk, remote)
 
     def close(self) -> None:
-        """Wait for started copies to end, and free the memory."""
-        if self._pump is None:
+        """Wait for started copies to end, and free the memory. In a forked child, do nothing.
+
+        The copies and the memory are the parent's, and a thread of the parent may have held the pump's locks at the fork.
+        """
+        if self._pump is None or self._pid != os.getpid():
             return
         pump, self._pump = self._pump, None
         for tier in (self._disk, self._remote):

@@ -806,6 +806,7 @@ Result cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned
 /* A forked process has the parent's memory, and a driver that was never initialized: every call is refused. */
 static void forked(void) {
     pthread_mutex_init(&lock, NULL);
+    pthread_cond_init(&changed, NULL); /* otherwise a broadcast waits for the parent's threads */
     initialized = 0;
 }
 __attribute__((constructor)) static void load(void) {
