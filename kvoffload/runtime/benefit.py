@@ -1,7 +1,7 @@
 """Net benefit: prefill seconds saved, minus seconds that requests waited and seconds that copies added to steps.
 
     saved           loaded tokens times the engine's measured prefill time per token (`PrefillRate`)
-    waited          requests' waits: for the own load, for another request's load of the same prefix, or for a fetch
+    waited          requests' waits: for their own load, for another request's load of the same prefix, or for a fetch
     interference    the time that running copies add to steps (`StepTimes`)
 
 All three are computed from facts and events; an adapter only reports how many tokens a step computes. The results are
@@ -31,7 +31,7 @@ from kvoffload.telemetry.counters import Histogram
 NEVER_TOKENS = 1_000_000
 """A length longer than any prompt, used when copying is slower than computing at every length."""
 
-# How many recent loads to keep: so many that a burst of loads that delay each other hardly shifts the median.
+# How many recent loads to keep: enough that a burst of loads that delay each other hardly shifts the median.
 _LOADS = 31
 _STALE_S = 60.0
 
@@ -254,7 +254,7 @@ class NetBenefit:
             self._unpriced_tokens += copy.tokens
             tier, copy_s = Tier.HOST, copy.copy_s / self._ranks
         elif event.outcome is TierOutcome.DONE:
-            # A rank's threads copy in parallel, so that their copy times may add up to more than the wait.
+            # A rank's threads copy in parallel, so their copy times may add up to more than the wait.
             tier, copy_s = event.tier, min(event.copy_s, waited_s)
         else:
             return

@@ -41,7 +41,7 @@ _STEP, _ENDED, _REPORT, _RESET = Hook.STEP, Hook.ENDED, Hook.REPORT, Hook.RESET
 
 
 class SchedulerSide:
-    """Runs offloading for one engine. Other threads than the scheduler's may only call methods that allow it.
+    """Runs offloading for one engine. Only the scheduler's thread may call a method, unless the method allows others.
 
     Args:
         shape: the engine's fixed properties.

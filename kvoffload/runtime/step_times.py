@@ -24,10 +24,10 @@ _SLOWDOWN_WEIGHT = 1 / 64
 _FIRST = 8
 _OUTLIER = 4.0  # a longer step counts as this many times the usual duration
 
-# How many recent runs to keep: so many that a stall, such as a compilation, hardly shifts the weighted median.
+# How many recent runs to keep: enough that a stall, such as a compilation, hardly shifts the weighted median.
 _RUNS = 33
 _LONGEST_RUN = 32  # in steps that prefill; a longer run is split
-# The least share of a run's time that counts as prefill, for noisy measurements of decode-only steps.
+# The smallest share of a run's time that counts as prefill, for noisy measurements of decode-only steps.
 _LEAST_SHARE = 0.1
 
 HasToken = Callable[[], object]
