@@ -94,11 +94,7 @@ REQUESTS = st.lists(
 @settings(max_examples=settings().max_examples // 2)
 @given(requests=REQUESTS, step_tokens=st.integers(1, 24), num_blocks=st.integers(34, 100), data=st.data())
 def test_concurrent_requests_do_not_change_each_others_tokens(
-    kind: str,
-    requests: list[tuple[int, int, int]],
-    step_tokens: int,
-    num_blocks: int,
-    data: st.DataObject,
+    kind: str, requests: list[tuple[int, int, int]], step_tokens: int, num_blocks: int, data: st.DataObject
 ) -> None:
     """Compare random requests with the answers of an engine that serves each request alone."""
     engine = tiny_engine(kind, num_blocks=num_blocks, step_tokens=step_tokens, max_model_len=64)

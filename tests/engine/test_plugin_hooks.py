@@ -5,13 +5,7 @@ import pytest
 from kvoffload.engine import PluginError, PoolExhausted, SamplingParams
 from kvoffload.engine.plugin import LoadResults
 from tests.engine.copying_plugin import engine_with_plugin, returning
-from tests.engine.tiny import (
-    assert_idle,
-    drain,
-    run,
-    taken,
-    tokens,
-)
+from tests.engine.tiny import assert_idle, drain, run, taken, tokens
 
 
 def test_a_request_that_must_ask_again_later_keeps_its_position_in_the_queue() -> None:

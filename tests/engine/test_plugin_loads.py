@@ -4,14 +4,7 @@ import pytest
 
 from kvoffload.engine import SamplingParams
 from tests.engine.copying_plugin import returning
-from tests.engine.tiny import (
-    KINDS,
-    assert_idle,
-    assert_same,
-    drain,
-    taken,
-    tokens,
-)
+from tests.engine.tiny import KINDS, assert_idle, assert_same, drain, taken, tokens
 
 
 @pytest.mark.parametrize("kind", KINDS)

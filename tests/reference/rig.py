@@ -31,12 +31,7 @@ if TYPE_CHECKING:
 BLOCK = 4
 KINDS = ("full", "sliding_window", "chunked_local", "recurrent")
 # Each group has two layers, so that each of two ranks has one layer of every group.
-LAYERS = {
-    "full": 2,
-    "sliding_window": 6,
-    "chunked_local": 6,
-    "recurrent": 6,
-}
+LAYERS = {"full": 2, "sliding_window": 6, "chunked_local": 6, "recurrent": 6}
 PLENTY = 2000
 TIMEOUT_S = 5.0
 TOLERANCE = 1e-3

@@ -19,9 +19,7 @@ PATIENCE_S = 30
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_engine_continues_without_the_portals_thread(
-    kind: str,
-) -> None:
+def test_the_engine_continues_without_the_portals_thread(kind: str) -> None:
     with rig(kind) as made:
         made.run(text(1, 25), 6)
         made.forget_device()

@@ -18,17 +18,7 @@ from kvoffload_reference.plugin import ReferencePlugin
 from tests.conservation import conservation
 from tests.core.audit import audit_side
 from tests.engine.tiny import assert_idle, assert_same, taken
-from tests.reference.rig import (
-    KINDS,
-    PLENTY,
-    TOLERANCE,
-    Rig,
-    config_of,
-    plain,
-    rig,
-    slot_bytes,
-    text,
-)
+from tests.reference.rig import KINDS, PLENTY, TOLERANCE, Rig, config_of, plain, rig, slot_bytes, text
 
 if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide

@@ -122,11 +122,7 @@ class Side:
             self.pool.names[block] = BlockKey(f"{prefix}{position}".encode())
 
     def step(
-        self,
-        *confirmed: tuple[str, int],
-        preempted: Sequence[str] = (),
-        prefill: int = 0,
-        decode: int = 0,
+        self, *confirmed: tuple[str, int], preempted: Sequence[str] = (), prefill: int = 0, decode: int = 0
     ) -> TransferPlan:
         progress = tuple(facts.Progress(RequestId(name), tokens, ((),), ((),)) for name, tokens in confirmed)
         self.steps += 1

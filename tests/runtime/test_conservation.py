@@ -52,9 +52,7 @@ def test_a_problem_found_at_rest_switches_offloading_off_at_once(caplog: pytest.
     assert audits(side) == before  # no second audit runs at rest
 
 
-def test_an_audit_that_raises_switches_only_offloading_off(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_audit_that_raises_switches_only_offloading_off(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side()
     monkeypatch.setattr(side.side.core.state.pool, "pins", None)
     side.seen("a")

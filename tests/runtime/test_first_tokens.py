@@ -53,8 +53,7 @@ def engine() -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("device", "host", "found"),
-    [(0, 0, "nothing"), (16, 0, "device"), (0, 32, "host"), (16, 32, "host")],
+    ("device", "host", "found"), [(0, 0, "nothing"), (16, 0, "device"), (0, 32, "host"), (16, 32, "host")]
 )
 def test_a_time_to_first_token_starts_when_the_request_is_seen(
     engine: Engine, device: int, host: int, found: str

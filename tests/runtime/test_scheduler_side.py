@@ -209,9 +209,7 @@ def test_each_hook_adds_one_sample_per_step() -> None:
     assert hook_samples(side) - before == {**once, "step": 2, "reset": 1}
 
 
-def test_a_hooks_time_includes_all_its_calls_even_one_that_raises(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_hooks_time_includes_all_its_calls_even_one_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side()
     side.seen("a")
 

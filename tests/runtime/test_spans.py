@@ -253,9 +253,7 @@ def test_the_resource_names_the_engine_and_follows_the_environment(
     assert ended.get_finished_spans()[0].resource.attributes["service.name"] == "kvoffload"
 
 
-def test_span_ids_are_unique_and_do_not_change_the_engines_random_numbers(
-    make: Callable[..., Side],
-) -> None:
+def test_span_ids_are_unique_and_do_not_change_the_engines_random_numbers(make: Callable[..., Side]) -> None:
     exporter = InMemorySpanExporter()
     drawn = []
     for _ in range(2):
