@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +11,8 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 
-from kvoffload.bus.feed import Feed
+from kvoffload.bus.bus import Bus
+from kvoffload.bus.feed import Feed, run_observer
 
 pytestmark = pytest.mark.asyncio
 
@@ -33,12 +35,6 @@ async def take_all(feed: Feed[int], into: list[int]) -> None:
         into += events
 
 
-async def rest(feed: Feed[int]) -> list[int]:
-    taken = list[int]()
-    await take_all(feed, taken)
-    return taken
-
-
 async def test_events_arrive_in_order_and_reading_ends_when_closed() -> None:
     feed, taken = Feed[int]("watcher", 10), list[int]()
     async with anyio.create_task_group() as group:
@@ -54,13 +50,14 @@ async def test_events_arrive_in_order_and_reading_ends_when_closed() -> None:
 
 
 async def test_a_full_feed_drops_the_new_event_and_counts_it() -> None:
-    feed = Feed[int]("watcher", 2)
+    feed, taken = Feed[int]("watcher", 2), list[int]()
     assert all(feed.offer(number) for number in range(5))
     assert numbers(feed) == (0, 3, 2)
     assert await feed.take() == [0]
     feed.offer(9)
     feed.close()
-    assert await rest(feed) == [1, 9]
+    await take_all(feed, taken)
+    assert taken == [1, 9]
     assert numbers(feed) == (3, 3, 0)
 
 
@@ -80,11 +77,8 @@ async def test_a_burst_wakes_a_sleeping_consumer_only_once() -> None:
         await wait_all_tasks_blocked()
         for number in range(500):
             feed.offer(number)
-        assert feed.wakeups == 1
         await wait_all_tasks_blocked()
-        assert len(taken) == 500
-        await wait_all_tasks_blocked()
-        assert feed.wakeups == 1
+        assert (len(taken), feed.wakeups) == (500, 1)
         feed.close()
     assert feed.wakeups == 2  # closing the feed wakes the consumer once more
 
@@ -220,3 +214,99 @@ async def test_a_closed_event_loop_ends_the_feed_and_not_the_producer() -> None:
     assert feed.offer(1)
     assert not feed.offer(2)
     assert numbers(feed) == (0, 1, 0)
+
+
+# -- observers --------------------------------------------------------------------------------------------------
+
+
+def fed(bus: Bus, name: str, capacity: int) -> Feed[int]:
+    """Return a feed that receives every published number."""
+    feed: Feed[int] = bus.observe(name, capacity)
+    bus.count(int, feed.offer)
+    return feed
+
+
+async def test_an_observer_that_raises_is_removed_and_the_others_continue() -> None:
+    bus, seen, removed = Bus(), list[int](), list[tuple[str, str, int]]()
+    bad, good = fed(bus, "bad", 10), fed(bus, "good", 10)
+
+    async def fail(event: int) -> None:
+        raise RuntimeError(f"at {event}")
+
+    async def watch(event: int) -> None:
+        seen.append(event)
+
+    def on_removed(name: str, error: Exception) -> None:
+        removed.append((name, str(error), bad.dropped))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run_observer, bad, fail, on_removed)
+        group.start_soon(run_observer, good, watch, on_removed)
+        bus.publish(1)
+        bus.publish(2)
+        await wait_all_tasks_blocked()
+        bus.publish(3)
+        bus.close()
+    assert removed == [("bad", "at 1", 1)]  # the bad observer's second event was queued, and was dropped
+    assert seen == [1, 2, 3]
+    assert numbers(bad) == (1, 1, 0)
+
+
+async def test_an_observer_that_waits_loses_only_its_own_events() -> None:
+    bus, seen, gate = Bus(), list[int](), anyio.Event()
+    slow, quick = fed(bus, "slow", 2), fed(bus, "quick", 2)
+    late = list[int]()
+
+    async def wait(event: int) -> None:
+        await gate.wait()
+        late.append(event)
+
+    async def watch(event: int) -> None:
+        seen.append(event)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run_observer, slow, wait, _fail_if_called)
+        group.start_soon(run_observer, quick, watch, _fail_if_called)
+        for number in range(6):
+            bus.publish(number)
+            await wait_all_tasks_blocked()
+        gate.set()
+        bus.close()
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert late == [0, 1, 2]  # the observer had taken one event, and two were queued
+    assert slow.dropped == 3
+    assert quick.dropped == 0
+
+
+async def test_a_cancelled_observer_leaves_no_feed_open() -> None:
+    bus = Bus()
+    feed = fed(bus, "watcher", 10)
+
+    async def watch(event: int) -> None:
+        await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(run_observer, feed, watch, _fail_if_called)
+        bus.publish(1)
+        bus.publish(2)
+        await wait_all_tasks_blocked()
+        group.cancel_scope.cancel()
+    assert numbers(feed) == (1, 1, 0)
+    assert not feed.offer(3)
+
+
+async def test_a_raising_callback_does_not_end_the_other_observers(caplog: pytest.LogCaptureFixture) -> None:
+    bus = Bus()
+    feed = fed(bus, "watcher", 10)
+
+    async def fail(event: int) -> None:
+        raise RuntimeError
+
+    bus.publish(1)
+    with caplog.at_level(logging.ERROR):
+        await run_observer(feed, fail, _fail_if_called)
+    assert [record.getMessage() for record in caplog.records] == ["callback_failed"]
+
+
+def _fail_if_called(name: str, error: Exception) -> None:
+    raise AssertionError(f"{name} was removed: {error!r}")
