@@ -135,7 +135,7 @@ def test_numbers_of_bytes_are_read(value: object, number: int) -> None:
     assert parse_bytes(value) == number
 
 
-NO_BYTES = [
+NO_BYTES: list[object] = [
     *(0, -1, 1.5, 0.0, -1.0, 1e19, float("inf"), float("nan"), True, None, [], b"8"),
     *("", "0", "0.4", "-1", "1..", "1e9", "8XiB", "GiB", "8 GiB please", "9" * 5000),
 ]

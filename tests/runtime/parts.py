@@ -31,8 +31,6 @@ TIMEOUT_S = 30.0
 SHAPE = EngineShape(
     (GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK),), ranks=1, device_blocks=400, step_tokens=64
 )
-
-
 IDENTITY = KVIdentity("parts", "no weights", "keys", {}, {}, ())
 
 
@@ -105,9 +103,12 @@ class Side:
         if self.portal is not None:
             self.portal.close()
 
-    def seen(self, name: str, prefix: str = "p", blocks: int = 3) -> RequestId:
+    def seen(
+        self, name: str, prefix: str = "p", blocks: int = 3, trace_parent: str | None = None
+    ) -> RequestId:
         keys = tuple(BlockKey(f"{prefix}{position}".encode()) for position in range(blocks))
-        self.side.seen(facts.RequestSeen(RequestId(name), blocks * BLOCK + 1, (keys,)))
+        fact = facts.RequestSeen(RequestId(name), blocks * BLOCK + 1, (keys,))
+        self.side.seen(fact, trace_parent=trace_parent)
         return RequestId(name)
 
     def allocated(self, name: str, external: int = 0, blocks: int = 3) -> None:
@@ -142,12 +143,16 @@ class Side:
         return answers.loaded, answers.failed
 
     def done(
-        self, plan: TransferPlan, outcome: CopyOutcome = CopyOutcome.DONE, rank: int = 0
+        self,
+        plan: TransferPlan,
+        outcome: CopyOutcome = CopyOutcome.DONE,
+        rank: int = 0,
+        queued_s: float = 0.0,
+        copy_s: float = 0.0,
     ) -> tuple[list[RequestId], list[RequestId]]:
         jobs = (*plan.loads, *plan.stores)
-        return self.report(
-            *(JobReport(job.id, job.direction, outcome, 64, 0.0, 0.0) for job in jobs), rank=rank
-        )
+        reports = [JobReport(job.id, job.direction, outcome, 64, queued_s, copy_s) for job in jobs]
+        return self.report(*reports, rank=rank)
 
     def gauge(self, name: str, *labels: str) -> float:
         return self.side.gauges()[f"kvoffload_{name}"][labels]

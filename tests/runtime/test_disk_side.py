@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kvoffload.core.tiers import DiskTier
 from kvoffload.disk.folder import lock_folder, make_folder
 from kvoffload.disk.index import IndexHeader, encode_header, load_index
 from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, open_folder
@@ -22,29 +24,43 @@ from tests.settings import make_config
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
+Start = Callable[..., Side]
+
 
 @pytest.fixture
-def side(tmp_path: Path) -> Iterator[Side]:
-    """Return a side whose disk index has been read."""
-    config = make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO)
-    made = Side(portal=True, disk=tmp_path, config=config)
-    open_disk(made)
-    yield made
-    made.close()
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Yield a function that closes the previous side and starts one on the same folder. Its index has been read."""
+    with ExitStack() as running:
+
+        def begin(between: Callable[[], object] | None = None, **settings: object) -> Side:
+            running.close()
+            if between is not None:
+                between()
+            config = make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO, **settings)
+            made = Side(portal=True, disk=tmp_path, config=config)
+            running.callback(made.close)
+            made.step()
+            made.step()
+            return made
+
+        yield begin
 
 
-def open_disk(side: Side) -> None:
-    side.step()
-    side.step()
+@pytest.fixture
+def side(start: Start) -> Side:
+    return start()
+
+
+def disk_of(side: Side) -> DiskTier:
     assert side.side.core.state.disk is not None
-    assert side.side.core.state.disk.is_open
+    return side.side.core.state.disk
 
 
 def end_disk_jobs(
     side: Side, plan: TransferPlan, copy_s: float = 0.0, outcome: CopyOutcome = CopyOutcome.DONE
 ) -> None:
     for job in plan.disk:
-        sums = tuple([(7)] * len(job.slots)) if job.direction is STORE else ()
+        sums = (7,) * len(job.slots) if job.direction is STORE else ()
         side.report(JobReport(job.id, job.direction, outcome, 64, 0.0, copy_s, sums=sums))
 
 
@@ -103,9 +119,7 @@ def least_from_disk(side: Side) -> int:
     """Let one second pass; return the minimum number of tokens for which a fetch starts."""
     side.clock.jump(1.0)
     side.step()
-    disk = side.side.core.state.disk
-    assert disk is not None
-    return disk.least_tokens
+    return disk_of(side).least_tokens
 
 
 @pytest.mark.parametrize(("seconds", "is_faster"), [(1.0, False), (0.01, True)])
@@ -141,8 +155,7 @@ def test_r16_only_the_end_of_another_copy_gives_a_copy_more_time(side: Side) -> 
     for prefix in "ab":
         leave_on_disk(side, prefix)
     ends, hangs = (fetching(side, f"again {prefix}", prefix) for prefix in "ab")
-    disk, overdue = side.side.core.state.disk, list[facts.JobOverdue]()
-    assert disk is not None
+    overdue = list[facts.JobOverdue]()
     side.side.bus.count(facts.JobOverdue, overdue.append)
     for act, is_usable in ((partial(end_disk_jobs, side, ends), True), (side.stored, False)):
         side.clock.jump(9 * TIMEOUT_S)
@@ -150,14 +163,12 @@ def test_r16_only_the_end_of_another_copy_gives_a_copy_more_time(side: Side) -> 
         side.clock.jump(2 * TIMEOUT_S)
         side.step()
         side.step()
-        assert disk.is_usable is is_usable
+        assert disk_of(side).is_usable is is_usable
     assert [fact.job for fact in overdue] == [job.id for job in hangs.disk]
     end_disk_jobs(side, hangs)
 
 
-def test_recording_index_changes_does_not_wake_the_index_thread(tmp_path: Path) -> None:
-    side = Side(portal=True, disk=tmp_path)
-    open_disk(side)
+def test_recording_index_changes_does_not_wake_the_index_thread(side: Side, tmp_path: Path) -> None:
     side.portal.advance()
     side.portal.index.hold()
     leave_on_disk(side, "a")
@@ -169,26 +180,19 @@ def test_recording_index_changes_does_not_wake_the_index_thread(tmp_path: Path) 
     contents = load_index(open_folder(file.parent), 100)
     assert contents is not None
     assert len(contents.entries) == RELOAD // BLOCK
-    side.close()
 
 
 def test_an_invalidation_is_written_at_once(side: Side) -> None:
     leave_on_disk(side, "a")
     side.portal.index.hold()
-    side.seen("again", "a")
-    (job,) = side.step().disk
+    (job,) = fetching(side, "again", "a").disk
     side.report(JobReport(job.id, LOAD, CopyOutcome.CORRUPT, 0, 0.0, 0.0, corrupt=(1,)))
     assert side.portal.index.waiting == 1
     side.portal.index.release()
 
 
-def test_an_idle_engine_steps_until_stores_end_and_at_most_the_drain_time_for_the_disk(
-    tmp_path: Path,
-) -> None:
-    side = Side(
-        portal=True, disk=tmp_path, config=make_config(transfer_timeout_s=TIMEOUT_S, disk_drain_s=5.0)
-    )
-    open_disk(side)
+def test_an_idle_engine_steps_until_stores_end_and_at_most_the_drain_time_for_the_disk(start: Start) -> None:
+    side = start(disk_drain_s=5.0)
     side.clock.jump(10.0)
     assert not side.side.has_work
     spilling(side, "a")
@@ -206,17 +210,15 @@ def test_an_idle_engine_steps_until_stores_end_and_at_most_the_drain_time_for_th
     assert side.side.has_work
     side.done(plan)
     assert not side.side.has_work
-    side.close()
 
 
 @pytest.mark.parametrize("tries", [1, LOCK_TRIES])
 def test_a_folder_in_use_is_tried_again_for_a_minute(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, tries: int
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture, tries: int
 ) -> None:
     holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
-    side = Side(portal=True, disk=tmp_path)
-    disk = side.side.core.state.disk
-    assert disk is not None
+    side = start()
+    disk = disk_of(side)
     for _ in range(tries):
         assert (disk.is_open, disk.is_closed) == (False, False)
         side.portal.advance(LOCK_PAUSE_S)
@@ -228,16 +230,14 @@ def test_a_folder_in_use_is_tried_again_for_a_minute(
     assert (disk.is_open, disk.is_closed) == (not is_late, is_late)
     assert caplog.text.count("disk_in_use") == 1
     assert caplog.text.count("disk_closed") == is_late
-    side.close()
 
 
 def test_a_folder_that_all_users_can_rename_causes_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tmp_path.chmod(0o777)
-    side = Side(portal=True, disk=tmp_path)
+    start()
     assert caplog.text.count("disk_not_protected") == 1
-    side.close()
 
 
 def emptied(path: Path) -> None:
@@ -263,34 +263,26 @@ def of_other_files(path: Path) -> None:
     ],
 )
 def test_an_unusable_index_causes_one_warning_and_the_disk_starts_empty(
-    tmp_path: Path, spoil: Callable[[Path], None], reason: str
+    start: Start, tmp_path: Path, spoil: Callable[[Path], None], reason: str
 ) -> None:
-    side = Side(portal=True, disk=tmp_path)
-    open_disk(side)
+    side = start()
     leave_on_disk(side, "a")
-    side.close()
     (path,) = tmp_path.glob("**/index")
-    spoil(path)
     with capture_logs() as lines:
-        side = Side(portal=True, disk=tmp_path)
-        open_disk(side)
+        side = start(between=partial(spoil, path))
     (dropped,) = [line for line in lines if line["log_level"] == "warning"]
     assert (dropped["event"], dropped["file"], dropped["reason"]) == ("disk_index_dropped", str(path), reason)
+    assert disk_of(side).is_open
     side.seen("again", "a")
     assert side.step().disk == ()
-    side.close()
 
 
 def test_any_exception_on_the_index_thread_closes_the_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise RecursionError("too deep")
 
     monkeypatch.setattr("kvoffload.runtime.disk_catalog.make_folder", fail)
-    side = Side(portal=True, disk=tmp_path)
-    side.step()
-    assert side.side.core.state.disk is not None
-    assert side.side.core.state.disk.is_closed
+    assert disk_of(start()).is_closed
     assert "RecursionError: too deep" in caplog.text
-    side.close()

@@ -18,7 +18,7 @@ from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from tests.conservation import conservation, slot_problems
 from tests.core.audit import audit_side
-from tests.runtime.parts import RELOAD, SHAPE, TIMEOUT_S, Pool, Side, loading
+from tests.runtime.parts import RELOAD, SHAPE, TIMEOUT_S, Pool, Side, loading, storing
 from tests.settings import make_config
 
 # -- deadlines --------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def test_a_lookup_waits_for_another_requests_load_until_the_time_limit() -> None
     assert not side.side._deferred
 
 
-# -- pins' ages -------------------------------------------------------------------------------------------------
+# -- gauges -----------------------------------------------------------------------------------------------------
 
 
 def test_the_oldest_pin_is_reported_while_there_is_one() -> None:
@@ -99,7 +99,25 @@ def test_the_oldest_pin_is_reported_while_there_is_one() -> None:
     assert audit_side(side.side) == []
 
 
-# -- gauges -----------------------------------------------------------------------------------------------------
+def test_the_oldest_job_is_reported_while_there_is_one() -> None:
+    def oldest() -> float:
+        return side.gauge("oldest_job_timestamp_seconds")
+
+    side = Side()
+    assert oldest() == 0
+    first = side.clock.monotonic()
+    load = loading(side)
+    side.clock.jump(5)
+    store = storing(side)
+    assert oldest() == first
+    side.done(load)
+    assert oldest() == first + 5
+    side.done(store)
+    assert oldest() == 0
+    storing(side, "hangs", "h")
+    side.clock.jump(TIMEOUT_S)
+    side.step()
+    assert oldest() == 0  # an abandoned job does not count
 
 
 def test_gauges_follow_slots_and_jobs() -> None:
@@ -107,16 +125,14 @@ def test_gauges_follow_slots_and_jobs() -> None:
     loading(side)
     now = side.side.gauges()
     assert slot_problems(now) == []
-    slots, jobs = now["kvoffload_slots"], now["kvoffload_open_jobs"]
     assert now["kvoffload_capacity_slots"]["host",] == 7
-    assert (slots["host", "pinned"], slots["host", "empty"]) == (3, 4)
-    assert jobs["host", "load", "submitted"] == 1
+    assert [now["kvoffload_slots"]["host", state] for state in ("pinned", "empty")] == [3, 4]
+    assert now["kvoffload_open_jobs"]["host", "load", "submitted"] == 1
     assert not any(now["kvoffload_degraded"].values())
     side.clock.jump(TIMEOUT_S)
     side.step()
-    now = side.side.gauges()
-    assert now["kvoffload_slots"]["host", "quarantined"] == 3
-    assert now["kvoffload_open_jobs"]["host", "load", "abandoned"] == 1
+    assert side.gauge("slots", "host", "quarantined") == 3
+    assert side.gauge("open_jobs", "host", "load", "abandoned") == 1
 
 
 def test_an_eviction_reports_its_most_recent_blocks_age_and_a_hit_its_length() -> None:
@@ -141,7 +157,6 @@ def test_an_eviction_reports_its_most_recent_blocks_age_and_a_hit_its_length() -
     ("reports", "least"),
     [
         ([], 1.0),
-        ([(0, 0.5)], 0.5),
         ([(2, 0.5)], 1.0),
         ([(0, 0.5), (1, 1.0)], 0.5),
         ([(0, 0.5), (1, 0.25), (1, 1.0)], 0.5),
@@ -157,20 +172,23 @@ def test_the_limit_on_stores_is_the_lowest_that_a_rank_reported_last(
     assert side.side.gauges()["kvoffload_store_bound_ratio"] == {(): least}
 
 
-def host_bytes(side: Side) -> dict[str, float]:
-    series = side.side.gauges()["kvoffload_host_bytes"]
-    return {labels[0]: number for labels, number in series.items()}
-
-
 def test_the_bytes_of_all_ranks_are_summed_while_memory_becomes_ready() -> None:
+    def report(rank: int, ready: int, *, is_growing: bool) -> None:
+        fact = TransferReport(Rank(rank), (), ready, is_growing=is_growing, slot_bytes=100, wanted_slots=10)
+        side.side.reported([fact])
+
+    def host_bytes() -> list[float]:
+        return [side.gauge("host_bytes", what) for what in ("wanted", "reserved", "used")]
+
     side = Side(ranks=2, slots=0)
-    assert host_bytes(side) == {"wanted": 0, "reserved": 0, "used": 0}
-    side.side.reported([report(0, ready=2, growing=True), report(1, ready=3, growing=True)])
-    assert host_bytes(side) == {"wanted": 2000, "reserved": 500, "used": 0}
-    side.side.reported([report(0, ready=10), report(1, ready=10)])
-    assert host_bytes(side) == {"wanted": 2000, "reserved": 2000, "used": 0}
+    assert host_bytes() == [0, 0, 0]
+    report(0, 2, is_growing=True)
+    report(1, 3, is_growing=True)
+    assert host_bytes() == [2000, 500, 0]
+    report(0, 10, is_growing=False)
+    report(1, 10, is_growing=False)
     side.side.core.state.pool.reserve([BlockKey(bytes([number])) for number in range(3)])
-    assert host_bytes(side)["used"] == 3 * 200
+    assert host_bytes() == [2000, 2000, 3 * 200]
 
 
 def test_the_info_metric_has_versions_and_settings() -> None:
@@ -178,10 +196,6 @@ def test_the_info_metric_has_versions_and_settings() -> None:
     ((labels, number),) = side.side.gauges()["kvoffload_info"].items()
     assert number == 1
     assert labels[1:] == ("unknown", "unknown", "eager", "sample", "auto")
-
-
-def report(rank: int, *, ready: int, growing: bool = False) -> TransferReport:
-    return TransferReport(Rank(rank), (), ready, is_growing=growing, slot_bytes=100, wanted_slots=10)
 
 
 # -- hook times -------------------------------------------------------------------------------------------------
@@ -218,8 +232,8 @@ def test_a_hooks_time_includes_all_its_calls_even_one_that_raises(monkeypatch: p
         raise ZeroDivisionError
 
     monkeypatch.setattr(side.side.core, "lookup", slow)
-    assert side.side.lookup(RequestId("a"), 0) == 0
-    assert side.side.lookup(RequestId("a"), 0) == 0
+    for _ in range(2):
+        assert side.side.lookup(RequestId("a"), 0) == 0
     for fact in (facts.RequestSeen, facts.RequestEnded, facts.TransferReported):
         side.side.bus.count(fact, lambda _: side.clock.jump(3))
     side.ended(side.seen("b"))
@@ -263,7 +277,5 @@ def test_checksums_are_refused_if_the_engine_does_not_recompute_failed_loads() -
 def test_a_journal_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
     side = Side(portal=True)
     with pytest.raises(ConfigError, match="journal_path"):
-        SchedulerSide(
-            SHAPE, make_config(journal_path=tmp_path / "no" / "journal"), Pool(), portal=side.portal
-        )
+        SchedulerSide(SHAPE, make_config(journal_path=tmp_path / "no" / "j"), Pool(), portal=side.portal)
     side.close()

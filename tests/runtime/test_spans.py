@@ -6,6 +6,7 @@ import threading
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any, ClassVar
+from unittest import mock
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -16,8 +17,7 @@ from opentelemetry.trace import StatusCode
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import ConfigError
-from kvoffload.model.ids import BlockKey, RequestId
-from kvoffload.model.wire import JobReport
+from kvoffload.model.ids import RequestId
 from kvoffload.telemetry import otel, spans, timeline
 from tests.runtime.parts import BLOCK, RELOAD, TIMEOUT_S, Side, loading
 from tests.settings import make_config
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from opentelemetry.sdk.trace import ReadableSpan
 
-    from kvoffload.model.wire import TransferPlan
-
 URL = "http://127.0.0.1:9/v1/traces"
 TRACE, PARENT = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 TRACE_PARENT = f"00-{TRACE:032x}-{PARENT:016x}-01"
@@ -37,17 +35,23 @@ START_S = 100.0
 Traced = tuple[Side, InMemorySpanExporter]
 
 
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the machine's settings of OpenTelemetry."""
+    for name in ("SERVICE_NAME", "RESOURCE_ATTRIBUTES", "TRACES_SAMPLER", "SDK_DISABLED"):
+        monkeypatch.delenv(f"OTEL_{name}", raising=False)
+    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Side]:
-    """Return a function that makes a side with a test exporter and a limit on waiting messages."""
-    for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES", "OTEL_TRACES_SAMPLER", "OTEL_SDK_DISABLED"):
-        monkeypatch.delenv(name, raising=False)
+    """Return a function that makes a side with this exporter."""
 
     def make_side(exporter: object, **options: Any) -> Side:  # noqa: ANN401  # those of a side
         monkeypatch.setattr(spans, "make_exporter", lambda endpoint: exporter)
-        return Side(
-            portal=True, config=make_config(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=URL), **options
-        )
+        config = make_config(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=URL)
+        return Side(portal=True, config=config, **options)
 
     return make_side
 
@@ -58,24 +62,6 @@ def traced(make: Callable[..., Side]) -> Traced:
     return make(exporter), exporter
 
 
-@pytest.fixture
-def plain_otel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove settings of the machine's environment that choose the exporter."""
-    for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_SDK_DISABLED"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def seen(side: Side, name: str, parent: str | None = TRACE_PARENT, prefix: str = "p") -> RequestId:
-    keys = tuple(BlockKey(f"{prefix}{position}".encode()) for position in range(3))
-    side.side.seen(facts.RequestSeen(RequestId(name), 3 * BLOCK + 1, (keys,)), trace_parent=parent)
-    return RequestId(name)
-
-
-def report(side: Side, plan: TransferPlan, outcome: CopyOutcome = CopyOutcome.DONE) -> None:
-    jobs = (*plan.loads, *plan.stores)
-    side.report(*(JobReport(job.id, job.direction, outcome, 64, 0.5, 1.0) for job in jobs))
-
-
 def finished(traced: Traced) -> list[ReadableSpan]:
     side, exporter = traced
     side.close()
@@ -84,12 +70,9 @@ def finished(traced: Traced) -> list[ReadableSpan]:
 
 def of_request(found: Sequence[ReadableSpan], name: str) -> dict[str, ReadableSpan]:
     """Return the span of a request and that span's children, by name."""
-    (root,) = [span for span in found if attributes(span).get("kvoffload.request") == name and is_root(span)]
+    roots = [span for span in found if span.name == "kvoffload.request"]
+    (root,) = [span for span in roots if attributes(span)["kvoffload.request"] == name]
     return {"request": root} | children(found, root)
-
-
-def is_root(span: ReadableSpan) -> bool:
-    return span.name == "kvoffload.request"
 
 
 def attributes(span: ReadableSpan) -> dict[str, object]:
@@ -106,11 +89,8 @@ def times(span: ReadableSpan) -> tuple[float, float]:
 def children(found: Sequence[ReadableSpan], parent: ReadableSpan) -> dict[str, ReadableSpan]:
     assert parent.context is not None
     number = parent.context.span_id
-    return {
-        span.name.removeprefix("kvoffload."): span
-        for span in found
-        if span.parent and span.parent.span_id == number
-    }
+    inside = [span for span in found if span.parent and span.parent.span_id == number]
+    return {span.name.removeprefix("kvoffload."): span for span in inside}
 
 
 # -- contents -----------------------------------------------------------------------------------------------------------
@@ -119,19 +99,18 @@ def children(found: Sequence[ReadableSpan], parent: ReadableSpan) -> dict[str, R
 def test_a_request_with_a_load_has_spans_from_its_lookup_to_its_end(traced: Traced) -> None:
     side, _ = traced
     side.stored()
-    request = seen(side, "a")
+    request = side.seen("a", trace_parent=TRACE_PARENT)
     side.clock.jump(1)
     assert side.side.lookup(request, 0) == RELOAD
     side.clock.jump(1)
     side.allocated("a", RELOAD)
     plan = side.step()
     side.clock.jump(3)
-    report(side, plan)
+    side.done(plan, queued_s=0.5, copy_s=1.0)
     side.clock.jump(1)
     side.ended("a")
     found = finished(traced)
     reported = of_request(found, "a")
-    assert set(reported) == {"request", "lookup", "load_wait", "run", "load"}
     assert {name: times(span) for name, span in reported.items()} == {
         "request": (0, 6),
         "lookup": (0, 2),
@@ -144,29 +123,25 @@ def test_a_request_with_a_load_has_spans_from_its_lookup_to_its_end(traced: Trac
     assert attributes(reported["load_wait"])["kvoffload.outcome"] == "loaded"
     inside = children(found, reported["load"])
     assert {name: times(span) for name, span in inside.items()} == {"queued": (2, 2.5), "copy": (2.5, 3.5)}
-    assert [(event.name, event.timestamp) for event in reported["request"].events] == [
-        ("HitPinned", int(101e9))
-    ]
+    (event,) = reported["request"].events
+    assert (event.name, event.timestamp) == ("HitPinned", int(101e9))
     assert all(span.status.status_code is StatusCode.UNSET for span in found)
 
 
 def test_request_spans_continue_the_callers_trace(traced: Traced) -> None:
     side, _ = traced
     side.stored()  # this request has no parent span
-    seen(side, "a")
-    seen(side, "b", "00-no-header-at-all")
-    for name in ("a", "b"):
-        side.ended(name)
-    seen(side, "open")
+    side.ended(side.seen("a", trace_parent=TRACE_PARENT))
+    side.ended(side.seen("b", trace_parent="00-no-header-at-all"))
+    side.seen("open", trace_parent=TRACE_PARENT)
     found = finished(traced)
     reported = of_request(found, "a")
     assert reported["request"].parent is not None
     assert reported["request"].parent.span_id == PARENT
     assert {span.context.trace_id for span in reported.values() if span.context} == {TRACE}
-    for alone in ("first-p", "b"):
-        assert of_request(found, alone)["request"].parent is None
-    traces = [of_request(found, name)["request"].context for name in ("a", "b", "first-p")]
-    assert len({context.trace_id for context in traces if context}) == 3
+    others = [of_request(found, name)["request"] for name in ("first-p", "b")]
+    assert [span.parent for span in others] == [None, None]
+    assert len({TRACE, *[span.context.trace_id for span in others if span.context]}) == 3
     unfinished = of_request(found, "open")
     assert attributes(unfinished["request"])["kvoffload.end"] == "unfinished"
     assert set(unfinished) == {"request", "lookup"}
@@ -205,14 +180,13 @@ def test_a_first_token_is_an_event_of_its_requests_span(traced: Traced, steps: i
     found = finished(traced)
     assert side.counts.samples("kvoffload_first_token_seconds", "nothing") == 1
     events = of_request(found, "a")["request"].events
-    assert [(event.name, (event.attributes or {})["kvoffload.seconds"]) for event in events] == [
-        ("FirstTokenReached", 2.0)
-    ] * steps
+    reached = [(event.name, (event.attributes or {})["kvoffload.seconds"]) for event in events]
+    assert reached == [("FirstTokenReached", 2.0)] * steps
 
 
 def test_a_failed_load_is_an_error(traced: Traced) -> None:
     side, _ = traced
-    report(side, loading(side), CopyOutcome.FAILED)
+    side.done(loading(side), CopyOutcome.FAILED)
     side.ended("a")
     reported = of_request(finished(traced), "a")
     for name in ("load", "load_wait"):
@@ -223,13 +197,10 @@ def test_a_failed_load_is_an_error(traced: Traced) -> None:
 def test_no_key_is_in_any_span(traced: Traced) -> None:
     side, _ = traced
     side.stored("secret-key-")
-    report(side, side.step())
     assert "secret" in str(side.pool.names)
     found = finished(traced)
     assert found
-    for span in found:
-        values = [attributes(span), [dict(event.attributes or {}) for event in span.events]]
-        assert "secret-key-0" not in str(values)
+    assert "secret-key-0" not in "".join(span.to_json() for span in found)
 
 
 def test_the_resource_names_the_engine_and_follows_the_environment(
@@ -242,11 +213,11 @@ def test_the_resource_names_the_engine_and_follows_the_environment(
         side.stored()
         side.close()
         exporter._stopped = False
-    resources = {span.resource for span in exporter.get_finished_spans()}
-    assert {resource.attributes["service.name"] for resource in resources} == {"chat"}
-    assert {resource.attributes["zone"] for resource in resources} == {"a"}
-    assert {resource.attributes["kvoffload.ranks"] for resource in resources} == {1}
-    assert len({resource.attributes["service.instance.id"] for resource in resources}) == 2
+    found = [dict(span.resource.attributes) for span in exporter.get_finished_spans()]
+    assert {(each["service.name"], each["zone"], each["kvoffload.ranks"]) for each in found} == {
+        ("chat", "a", 1)
+    }
+    assert len({each["service.instance.id"] for each in found}) == 2
     monkeypatch.delenv("OTEL_RESOURCE_ATTRIBUTES")
     ended = InMemorySpanExporter()
     otel.make_tracer({}, ended).start_span("one").end()
@@ -286,10 +257,9 @@ def test_spans_do_not_accumulate_in_a_long_running_engine(
         side.portal.advance(0)
     spans_ = side.side.observation.spans
     assert spans_ is not None
-    canvas, drawn = spans_._canvas, spans_._timeline
-    for table in (canvas._contexts, drawn._jobs):
-        assert len(table) <= 8
-    assert not canvas._open
+    assert len(spans_._canvas._contexts) <= 8
+    assert len(spans_._timeline._jobs) <= 8
+    assert not spans_._canvas._open
     side.close()
 
 
@@ -298,8 +268,7 @@ def test_the_environments_sampler_is_used(make: Callable[..., Side], monkeypatch
     exporter = InMemorySpanExporter()
     side = make(exporter)
     side.stored()
-    seen(side, "a")
-    side.ended("a")
+    side.ended(side.seen("a", trace_parent=TRACE_PARENT))
     found = finished((side, exporter))
     assert {span.context.trace_id for span in found if span.context} == {TRACE}
 
@@ -314,7 +283,7 @@ class Failing(InMemorySpanExporter):
 
 
 def work(side: Side) -> list[object]:
-    """Run some requests; return the facts that they publish."""
+    """Run some requests; return what the side answers and plans."""
     side.stored()
     received: list[object] = []
     for number in range(20):
@@ -351,7 +320,7 @@ def test_a_blocking_exporter_changes_nothing_and_dropped_spans_are_counted(
     side = make(exporter)
     held = side.portal.extra
     held.hold()  # the exporter's thread stops in its first batch
-    seen(side, "early")
+    side.seen("early")
     side.portal.advance(0)
     assert held.waiting == 1
     assert work(side) == work(Side())
@@ -361,13 +330,11 @@ def test_a_blocking_exporter_changes_nothing_and_dropped_spans_are_counted(
     held.release()
     side.portal.advance(0)
     side.ended("early")
-    seen(side, "late")
-    side.ended("late")
+    side.ended(side.seen("late"))
     found = finished((side, exporter))
     assert side.side.gauges()["kvoffload_bus_dropped_total"]["spans",] == dropped
-    early = of_request(found, "early")["request"]
-    assert attributes(early)["kvoffload.end"] == "unfinished"
-    assert attributes(of_request(found, "late")["request"])["kvoffload.end"] == "ended"
+    for name, end in (("early", "unfinished"), ("late", "ended")):
+        assert attributes(of_request(found, name)["request"])["kvoffload.end"] == end
 
 
 def test_shutdown_waits_only_briefly_for_a_collector(make: Callable[..., Side]) -> None:
@@ -386,7 +353,7 @@ def test_shutdown_waits_only_briefly_for_a_collector(make: Callable[..., Side]) 
     ("protocol", "part"), [(None, ".http."), ("http/protobuf", ".http."), ("grpc", ".grpc.")]
 )
 def test_the_environment_names_the_protocol(
-    protocol: str | None, part: str, plain_otel: None, monkeypatch: pytest.MonkeyPatch
+    protocol: str | None, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if protocol is not None:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
@@ -417,13 +384,8 @@ def test_without_the_packages_a_configured_collector_is_refused_and_the_environm
 def test_the_environments_collector_is_used_if_the_settings_name_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[str] = []
-
-    def make_exporter(endpoint: str) -> InMemorySpanExporter:
-        asked.append(endpoint)
-        return InMemorySpanExporter()
-
-    monkeypatch.setattr(spans, "make_exporter", make_exporter)
+    exporter = mock.Mock(return_value=InMemorySpanExporter())
+    monkeypatch.setattr(spans, "make_exporter", exporter)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/theirs")
     for config in (make_config(), make_config(otlp_endpoint=URL)):
         assert Side(config=config).side.observation.spans is not None
@@ -431,7 +393,7 @@ def test_the_environments_collector_is_used_if_the_settings_name_none(
     side = Side(config=make_config())
     assert side.side.observation.spans is None
     assert "spans" not in side.side.bus.feeds
-    assert asked == ["http://127.0.0.1:9/theirs", URL]
+    assert exporter.call_args_list == [mock.call("http://127.0.0.1:9/theirs"), mock.call(URL)]
 
 
 class Collector(BaseHTTPRequestHandler):
@@ -453,7 +415,7 @@ class Collector(BaseHTTPRequestHandler):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_collector_receives_spans_over_http(plain_otel: None) -> None:
+def test_a_collector_receives_spans_over_http() -> None:
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -12,43 +12,13 @@ from kvoffload.model.wire import NOTHING
 from kvoffload.runtime.copies import LoadAnswers
 from tests.conservation import conservation
 from tests.operations import replace_handler
-from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading, storing
+from tests.runtime.parts import RELOAD, TIMEOUT_S, Pool, Side, loading, storing
+
+# -- a core that raises -----------------------------------------------------------------------------------------
 
 
 def boom(*_: object, **__: object) -> None:
     raise RuntimeError("boom")
-
-
-def test_switching_offloading_off_logs_one_line_with_the_last_journal_lines(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    side = Side()
-    replace_handler(side.side.bus, facts.StepScheduled, boom)
-    side.step()
-    side.step()
-    said = [record.kvoffload for record in caplog.records]  # type: ignore[attr-defined]
-    assert [line["event"] for line in said] == ["core_raised", "offloading_off"]
-    assert said[0]["doing"] == "StepScheduled"
-    assert said[1]["cause"] == DegradeCause.HANDLER_RAISED.value
-    assert "StepScheduled" in said[1]["journal"][-3]
-    assert side.side.degraded is DegradeCause.HANDLER_RAISED
-    assert side.counts.total("kvoffload_lookup_blocks_total") == 0
-
-
-@pytest.mark.parametrize("question", ["lookup", "take_results"])
-def test_a_query_that_raises_returns_its_default(
-    question: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    side = Side()
-    side.stored()
-    side.seen("a")
-    side.side.core.state.results.loaded.append(RequestId("b"))
-    monkeypatch.setattr(side.side.core, question, boom)
-    assert side.side.lookup(RequestId("a"), 0) in (0, RELOAD)
-    assert side.step() == NOTHING
-    assert side.side.take_answers() == LoadAnswers()
-    assert side.side.degraded is DegradeCause.HANDLER_RAISED
-    assert f"doing={question}" in caplog.text
 
 
 def found() -> Side:
@@ -59,12 +29,34 @@ def found() -> Side:
     return side
 
 
-def test_the_core_forgets_hits_that_were_never_loaded_when_offloading_is_switched_off() -> None:
+def test_switching_offloading_off_logs_one_line_with_the_last_journal_lines(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     side = found()
     assert side.side.copies.by_request
     replace_handler(side.side.bus, facts.StepScheduled, boom)
     side.step()
-    assert not side.side.copies.by_request
+    side.step()
+    raised, off = [record.kvoffload for record in caplog.records]  # type: ignore[attr-defined]
+    assert (raised["event"], raised["doing"]) == ("core_raised", "StepScheduled")
+    assert (off["event"], off["cause"]) == ("offloading_off", "handler_raised")
+    assert "StepScheduled" in off["journal"][-3]
+    assert side.side.degraded is DegradeCause.HANDLER_RAISED
+    assert not side.side.copies.by_request  # hits that were never loaded are forgotten
+
+
+@pytest.mark.parametrize("question", ["lookup", "take_results"])
+def test_a_query_that_raises_returns_its_default(
+    question: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = found()
+    side.side.core.state.results.loaded.append(RequestId("b"))
+    monkeypatch.setattr(side.side.core, question, boom)
+    assert side.side.lookup(RequestId("a"), 0) == (0 if question == "lookup" else RELOAD)
+    assert side.step() == NOTHING
+    assert side.side.take_answers() == LoadAnswers()
+    assert side.side.degraded is DegradeCause.HANDLER_RAISED
+    assert f"doing={question}" in caplog.text
 
 
 def test_a_plan_that_raises_is_empty_and_leaves_no_request_waiting(
@@ -74,7 +66,6 @@ def test_a_plan_that_raises_is_empty_and_leaves_no_request_waiting(
     side.allocated("a", RELOAD)
     monkeypatch.setattr(side.side.core.state.jobs, "submit", boom)
     assert side.step() == NOTHING
-    assert side.side.degraded is DegradeCause.HANDLER_RAISED
     assert "doing=plan" in caplog.text
     assert side.side.take_answers().failed == ["a"]
     assert side.side.take_answers() == LoadAnswers()
@@ -151,7 +142,7 @@ def test_a_load_that_the_core_lost_is_answered(monkeypatch: pytest.MonkeyPatch) 
     assert not side.side.has_work
 
 
-def test_a_load_is_answered_once_even_if_the_core_repeats_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_is_answered_once_even_if_the_core_repeats_its_answer() -> None:
     side = Side()
     plan = loading(side)
     side.side.core.state.results.failed.append(RequestId("a"))
@@ -167,14 +158,13 @@ def test_blocks_stay_leased_during_copies_that_the_core_no_longer_counts(
     monkeypatch.setattr(side.side.core.stores, "reported", boom)
     side.done(plan, rank=0)
     side.done(plan, rank=0)
-    assert side.side.degraded is DegradeCause.HANDLER_RAISED
     assert side.side.has_work
     assert side.pool.leased == list(side.last_table)
     side.done(plan, rank=1)
     assert not side.pool.leased
     assert not side.side.has_work
-    assert len(side.side.audit()) == 1
-    assert "boom" in side.side.audit()[0]
+    (problem,) = side.side.audit()
+    assert "boom" in problem
 
 
 def test_after_the_core_raised_it_receives_no_facts_and_open_loads_fail() -> None:
@@ -190,19 +180,90 @@ def test_after_the_core_raised_it_receives_no_facts_and_open_loads_fail() -> Non
     side.seen("b")
     side.seen("c")
     assert len(given) == 1
-    counts = side.counts
-    assert counts.count("kvoffload_load_blocks_total", "failed") == 3
-    assert conservation(counts, drained=True) == []
+    assert side.counts.count("kvoffload_load_blocks_total", "failed") == 3
+    assert conservation(side.counts, drained=True) == []
     assert side.side.lookup(RequestId("c"), 0) == 0
     assert side.done(plan) == ([], [RequestId("a")])
     assert not side.pool.leased
 
 
-def test_an_audit_that_finds_a_problem_switches_offloading_off() -> None:
+# -- audits -----------------------------------------------------------------------------------------------------
+
+
+def audits(side: Side) -> int:
+    return side.counts.total("kvoffload_audits_total")
+
+
+def test_the_end_of_the_last_request_and_copy_is_audited_and_steps_are_not() -> None:
     side = Side()
+    before = audits(side)
+    for _ in range(3):
+        side.step()
+    assert audits(side) == before
+    plan = loading(side)
+    assert audits(side) == before + 1  # `loading` has stored blocks for a request that has ended
+    side.done(plan)
+    assert audits(side) == before + 1
+    side.ended("a")
+    assert audits(side) == before + 2
+    plan = storing(side)
+    side.ended("s")
+    assert audits(side) == before + 2
+    side.done(plan)
+    assert audits(side) == before + 3
+
+
+@pytest.mark.parametrize("when", ["at rest", "asked"])
+def test_an_audit_that_finds_a_problem_switches_offloading_off_at_once(
+    when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    side = Side()
+    side.stored()
     assert side.side.audit() == []
     side.side.core.state.pool._counts[SlotState.EMPTY] -= 1
-    assert side.side.audit()
+    side.seen("a")
+    assert side.side.degraded is None
+    if when == "asked":
+        assert side.side.audit()
+    side.ended("a")
     assert side.side.degraded is DegradeCause.INVARIANT_BROKEN
     off = {labels for labels, is_off in side.side.gauges()["kvoffload_degraded"].items() if is_off}
     assert off == {("invariant_broken",)}
+    assert caplog.text.count("offloading_off") == 1
+    assert "slots in all states: 49 counted" in caplog.text
+    before = audits(side)
+    side.ended(side.seen("b"))
+    assert audits(side) == before  # no second audit runs at rest
+
+
+def test_an_audit_that_raises_switches_only_offloading_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side()
+    monkeypatch.setattr(side.side.core.state.pool, "pins", None)
+    side.ended(side.seen("a"))
+    assert side.side.degraded is DegradeCause.HANDLER_RAISED
+
+
+class Readable(Pool):
+    """A pool whose reference counts can be read."""
+
+    def lease_problems(self, leases: Mapping[DeviceBlockId, int]) -> list[str]:
+        expected = sorted(block for block, count in leases.items() for _ in range(count))
+        return [] if sorted(self.leased) == expected else ["the engine counts others"]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_audit_compares_the_engines_reference_counts(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.runtime.parts.Pool", Readable)
+    side = Side()
+    plan = loading(side)
+    assert side.side.audit() == []
+    block = side.pool.leased.pop()
+    if asked:
+        assert side.side.audit() == ["the engine counts others"]
+    else:
+        side.pool.leased += [block, block]  # This adds a lease that is never released.
+        side.done(plan)
+        side.ended("a")
+    assert side.side.degraded is DegradeCause.INVARIANT_BROKEN

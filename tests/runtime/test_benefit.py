@@ -5,11 +5,14 @@ import pytest
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO
 from kvoffload.model.events import NetBenefitTurned
-from kvoffload.model.wire import JobReport, TransferPlan
+from kvoffload.runtime.benefit import NEVER_TOKENS, BreakEven
 from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading, storing
 from tests.settings import make_config
 
 PER_TOKEN_S = 0.01
+COMPUTING_S = (
+    RELOAD * PER_TOKEN_S
+)  # how long a side with `measure_prefill` takes to compute what a load brings
 
 
 def saved(side: Side) -> float:
@@ -24,44 +27,47 @@ def lost(side: Side, direction: str) -> float:
     return side.gauge("interference_seconds_total", direction)
 
 
-def measure_prefill(side: Side, seconds_per_token: float = PER_TOKEN_S) -> None:
+def measure_prefill(side: Side) -> None:
     """Compute one request alone, then let the engine be idle, so that the side measures the prefill's speed."""
     side.seen("measured", "m")
     side.allocated("measured")
     side.step(prefill=100)
-    side.clock.jump(100 * seconds_per_token)
+    side.clock.jump(100 * PER_TOKEN_S)
     side.ended("measured")
     side.clock.jump(1000.0)
 
 
-def arrived(side: Side, plan: TransferPlan, copy_s: float = 0.0) -> None:
-    (job,) = plan.loads
-    side.report(JobReport(job.id, job.direction, CopyOutcome.DONE, 64, 0.0, copy_s))
+def load(side: Side, name: str = "a", wait_s: float = 0.0) -> None:
+    """Let a request load its prefix, which takes this long."""
+    plan = loading(side, name)
+    side.clock.jump(wait_s)
+    side.done(plan)
+
+
+# -- seconds saved and waited -----------------------------------------------------------------------------------
 
 
 def test_saved_seconds_follow_the_measured_prefill_rate() -> None:
     side = Side()
     measure_prefill(side)
-    plan = loading(side)
-    side.clock.jump(0.5)
-    arrived(side, plan)
+    load(side, wait_s=0.5)
     assert side.gauge("prefill_tokens_per_second") == pytest.approx(1 / PER_TOKEN_S)
-    assert saved(side) == pytest.approx(RELOAD * PER_TOKEN_S)
+    assert saved(side) == pytest.approx(COMPUTING_S)
     assert (waited(side), waited(side, "others_load")) == (0.5, 0)
-    assert side.side.benefit.net_s == pytest.approx(RELOAD * PER_TOKEN_S - 0.5)
+    assert side.side.benefit.net_s == pytest.approx(COMPUTING_S - 0.5)
 
 
 def test_loads_from_before_the_first_measurement_count_with_the_next_load() -> None:
     side = Side()
     for name in "ab":
-        arrived(side, loading(side, name))
+        load(side, name)
         side.ended(name)
     assert saved(side) == 0
     measure_prefill(side)
     for number in (3, 4):
-        arrived(side, loading(side, f"c{number}"))
+        load(side, f"c{number}")
         side.ended(f"c{number}")
-        assert saved(side) == pytest.approx(number * RELOAD * PER_TOKEN_S)
+        assert saved(side) == pytest.approx(number * COMPUTING_S)
 
 
 @pytest.mark.parametrize("ends", ["the load fails", "the request ends"])
@@ -75,7 +81,7 @@ def test_a_load_without_use_counts_its_wait_and_saves_nothing(ends: str) -> None
     else:
         side.ended("a")
         side.clock.jump(5.0)
-        arrived(side, plan)
+        side.done(plan)
     assert (saved(side), waited(side)) == (0, 0.25)
     assert side.gauge("break_even_tokens") == 0
 
@@ -88,7 +94,7 @@ def test_waiting_for_another_requests_load_counts_as_waiting(end: str) -> None:
     for _ in range(2):
         assert side.side.lookup(other, 0) is None
         side.clock.jump(0.5)
-    arrived(side, plan)
+    side.done(plan)
     side.step(("a", RELOAD))
     if end == "found":
         assert side.side.lookup(other, 0) == RELOAD
@@ -101,22 +107,7 @@ def test_waiting_for_another_requests_load_counts_as_waiting(end: str) -> None:
     assert (waited(side), waited(side, "others_load")) == (1.0, 1.0)
 
 
-def test_the_time_of_a_copy_is_the_mean_of_its_ranks() -> None:
-    side = Side(ranks=2)
-    measure_prefill(side)
-    plan = loading(side)
-    side.clock.jump(1.0)
-    (job,) = plan.loads
-    for rank, copy_s in enumerate((0.02, 0.06)):
-        side.report(JobReport(job.id, job.direction, CopyOutcome.DONE, 64, 0.0, copy_s), rank=rank)
-    side.clock.jump(1.0)
-    side.step()
-    per_token_s = 0.04 / RELOAD
-    expected = (1.0 - 0.04) / (PER_TOKEN_S - per_token_s)
-    assert side.gauge("break_even_tokens") == pytest.approx(expected, abs=1)
-
-
-# -- interference -------------------------------------------------------------------------------------------------------
+# -- interference -----------------------------------------------------------------------------------------------
 
 
 def decode(side: Side, seconds: float, count: int = 400) -> None:
@@ -154,7 +145,7 @@ def test_the_extra_time_of_steps_during_copies_counts_as_a_cost(direction: str, 
     assert lost(side, "store") == before
 
 
-# -- the sign -----------------------------------------------------------------------------------------------------------
+# -- the sign ---------------------------------------------------------------------------------------------------
 
 
 def test_a_loss_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,9 +155,7 @@ def test_a_loss_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFixtur
     side.side.bus.count(NetBenefitTurned, lambda event: turns.append(event.is_negative))
     measure_prefill(side)
     for number, wait_s in enumerate((20.0, 20.0, 0.01, 0.0)):
-        plan = loading(side, f"r{number}")
-        side.clock.jump(wait_s)
-        arrived(side, plan)
+        load(side, f"r{number}", wait_s)
         side.ended(f"r{number}")
         for _ in range(3):
             side.clock.jump(60.0)
@@ -182,52 +171,124 @@ def test_a_loss_and_its_end_are_each_logged_once(caplog: pytest.LogCaptureFixtur
 def test_a_loss_below_1_percent_of_the_time_is_not_reported(loss_s: float, is_negative: int) -> None:
     side = Side()
     measure_prefill(side)
-    plan = loading(side)
-    side.clock.jump(RELOAD * PER_TOKEN_S + loss_s)
-    arrived(side, plan)
+    load(side, wait_s=COMPUTING_S + loss_s)
     for _ in range(2):
         side.clock.jump(60.0)
         side.step()
     assert side.gauge("net_benefit_negative") == is_negative
 
 
-# -- min_load_tokens = "auto" -------------------------------------------------------------------------------------------
+# -- the break-even length --------------------------------------------------------------------------------------
 
 
-def auto(wait_s: float) -> Side:
-    """Return a side that has measured a load, and a prefill of 10 ms per token."""
-    side = Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO))
-    measure_prefill(side)
-    plan = loading(side)
-    side.clock.jump(wait_s)
-    arrived(side, plan)
-    side.clock.jump(1.0)  # the side uses the measurements from now on
-    return side
+def measured(
+    fixed_s: float, copy_s_per_token: float = 0.001, before: BreakEven | None = None, count: int = 40
+) -> BreakEven:
+    """Return measurements of `count` loads, after those in `before`."""
+    found = before or BreakEven()
+    for number in range(count):
+        tokens = 100 + 10 * number
+        copy_s = tokens * copy_s_per_token
+        found.loaded(0.0, tokens, fixed_s + copy_s, copy_s)
+    return found
 
 
 @pytest.mark.parametrize(
-    ("wait_s", "answer"), [(RELOAD * PER_TOKEN_S, RELOAD), (RELOAD * PER_TOKEN_S + 0.01, 0)]
+    ("fixed_s", "copy_s", "prefill_s", "tokens"),
+    [
+        (0.1, 0.001, 0.002, 100),
+        (0.0, 0.001, 0.002, 0),
+        (0.05, 0.0, 0.01, 5),
+        *[(10.0, 0.001, prefill_s, NEVER_TOKENS) for prefill_s in (0.0005, 0.001, 0.001000001)],
+    ],
 )
-def test_auto_declines_hits_that_take_longer_to_load(wait_s: float, answer: int) -> None:
-    side = auto(wait_s)
+def test_the_break_even_is_where_loading_and_computing_take_equally_long(
+    fixed_s: float, copy_s: float, prefill_s: float, tokens: int
+) -> None:
+    found = measured(fixed_s, copy_s)
+    found.weigh(prefill_s)
+    assert found.tokens == found.least(0.0) == pytest.approx(tokens, abs=1)
+
+
+def test_the_load_after_a_fetch_counts_towards_the_break_even() -> None:
+    after, fetch = measured(0.1), measured(0.2, 0.002)
+    after.weigh(0.006)
+    fetch.weigh(0.006, after)
+    assert fetch.tokens == pytest.approx(100, abs=1)
+    fetch.weigh(0.004)
+    assert fetch.tokens == pytest.approx(100, abs=1)
+
+
+def test_the_break_even_is_unknown_until_both_rates_are_measured() -> None:
+    for found, prefill_s in ((BreakEven(), 0.001), (measured(0.1), 0.0)):
+        found.weigh(prefill_s)
+        assert (found.tokens, found.least(0.0)) == (0, 0)
+
+
+def test_a_burst_of_loads_that_waited_for_each_other_changes_little() -> None:
+    found = measured(9.0, before=measured(0.1), count=10)
+    found.weigh(0.002)
+    assert found.tokens == pytest.approx(100, abs=1)
+
+
+def test_loads_are_tried_again_after_a_minute_without_loads() -> None:
+    found = measured(9.0)
+    found.weigh(0.002)
+    assert found.least(60.0) == pytest.approx(9000, abs=1)
+    assert found.least(60.1) == 0
+    found.loaded(61.0, 100, 0.1, 0.0)
+    found.weigh(0.002)
+    assert found.least(61.0) == 50
+
+
+def test_the_time_of_a_copy_is_the_mean_of_its_ranks() -> None:
+    side = Side(ranks=2)
+    measure_prefill(side)
+    plan = loading(side)
+    side.clock.jump(1.0)
+    side.done(plan, rank=0, copy_s=0.02)
+    side.done(plan, rank=1, copy_s=0.06)
+    side.clock.jump(1.0)
+    side.step()
+    expected = (1.0 - 0.04) / (PER_TOKEN_S - 0.04 / RELOAD)
+    assert side.gauge("break_even_tokens") == pytest.approx(expected, abs=1)
+
+
+# -- min_load_tokens = "auto" -----------------------------------------------------------------------------------
+
+
+def auto() -> Side:
+    return Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO))
+
+
+def auto_after(wait_s: float) -> Side:
+    """Return a side that has measured a load of this duration, and a prefill of 10 ms per token."""
+    side = auto()
+    measure_prefill(side)
+    load(side, wait_s=wait_s)
+    side.clock.jump(1.0)  # the side uses the measurements from now on
     side.step(("a", RELOAD))
+    return side
+
+
+@pytest.mark.parametrize(("wait_s", "answer"), [(COMPUTING_S, RELOAD), (COMPUTING_S + 0.01, 0)])
+def test_auto_declines_hits_that_take_longer_to_load(wait_s: float, answer: int) -> None:
+    side = auto_after(wait_s)
     assert side.side.lookup(side.seen("b"), 0) == answer
     side.allocated("b", answer)
-    counted = side.counts
     # The lookup found 12 of 13 tokens. If the hit is declined, that is the cause of the missing blocks;
     # otherwise only the last token is missing.
-    assert counted.count("kvoffload_miss_blocks_total", "load_declined") == (answer == 0)
+    assert side.counts.count("kvoffload_miss_blocks_total", "load_declined") == (answer == 0)
 
 
 def test_auto_accepts_hits_of_one_block_until_it_has_measured() -> None:
-    side = Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO))
+    side = auto()
     side.stored()
     assert side.side.lookup(side.seen("b"), RELOAD - 4) == 4
 
 
 def test_auto_decides_once_per_request() -> None:
-    side = auto(0.01)
-    side.step(("a", RELOAD))
+    side = auto_after(0.01)
     early = side.seen("b")
     assert side.side.lookup(early, 0) == RELOAD
     slow = side.seen("slow")
@@ -235,7 +296,7 @@ def test_auto_decides_once_per_request() -> None:
     side.allocated("slow", RELOAD)
     plan = side.step()
     side.clock.jump(20.0)
-    arrived(side, plan)
+    side.done(plan)
     side.ended("slow")
     side.step()
     assert side.side.lookup(side.seen("c"), 0) == 0
@@ -245,9 +306,7 @@ def test_auto_decides_once_per_request() -> None:
 def test_measurements_do_not_change_a_configured_minimum() -> None:
     side = Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=4))
     measure_prefill(side)
-    plan = loading(side)
-    side.clock.jump(25.0)
-    arrived(side, plan)
+    load(side, wait_s=25.0)
     side.step(("a", RELOAD))
     assert side.gauge("break_even_tokens") == 2500
     assert side.side.lookup(side.seen("b"), 0) == RELOAD
