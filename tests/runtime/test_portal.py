@@ -28,12 +28,20 @@ async def thread_name(suffix: str) -> str:
     return threading.current_thread().name + suffix
 
 
-async def forever(started: Future[None], ended: Future[None]) -> None:
-    try:
-        started.set_result(None)
-        await asyncio.Event().wait()
-    finally:
-        ended.set_result(None)
+def endless(portal: Portal) -> tuple[Future[None], Future[None]]:
+    """Start a coroutine that never ends by itself; return its future, and one that is done when the coroutine ends."""
+    begun, ended = Future[None](), Future[None]()
+
+    async def wait() -> None:
+        try:
+            begun.set_result(None)
+            await asyncio.Event().wait()
+        finally:
+            ended.set_result(None)
+
+    future = portal.spawn(wait)
+    begun.result(PATIENCE_S)
+    return future, ended
 
 
 def test_the_portal_starts_no_thread_before_its_first_use(portal: Portal) -> None:
@@ -55,17 +63,13 @@ def test_a_coroutine_that_raises_fails_its_future(portal: Portal) -> None:
 
 
 def test_cancelling_the_future_cancels_the_coroutine(portal: Portal) -> None:
-    begun, ended = Future[None](), Future[None]()
-    future = portal.spawn(forever, begun, ended)
-    begun.result(PATIENCE_S)
+    future, ended = endless(portal)
     future.cancel()
     ended.result(PATIENCE_S)
 
 
 def test_close_cancels_coroutines_waits_for_them_and_is_final(portal: Portal) -> None:
-    begun, ended = Future[None](), Future[None]()
-    future = portal.spawn(forever, begun, ended)
-    begun.result(PATIENCE_S)
+    future, ended = endless(portal)
     executor = portal.executor
     assert portal.close(PATIENCE_S)
     assert ended.done()
@@ -81,27 +85,12 @@ def test_close_cancels_coroutines_waits_for_them_and_is_final(portal: Portal) ->
 
 
 def test_a_sleeping_coroutine_without_references_is_not_collected(portal: Portal) -> None:
-    begun, ended = Future[None](), Future[None]()
-    portal.spawn(forever, begun, ended)
-    begun.result(PATIENCE_S)
+    ended = endless(portal)[1]
     portal.spawn(thread_name, "").result(PATIENCE_S)  # from here on, the thread sleeps in its loop
     gc.collect()
     assert not ended.done()
     assert portal.close(PATIENCE_S)
     assert ended.done()
-
-
-def test_close_has_a_time_limit(portal: Portal) -> None:
-    gate = ThreadGate()
-
-    async def block() -> None:
-        gate.arrive()
-
-    portal.spawn(block)
-    gate.wait_for_arrivals(1)
-    assert not portal.close(0.0)
-    gate.open()
-    assert portal.close(PATIENCE_S)
 
 
 def test_close_can_be_called_on_the_loops_thread(portal: Portal) -> None:
@@ -115,7 +104,7 @@ def test_close_can_be_called_on_the_loops_thread(portal: Portal) -> None:
     assert portal.close(PATIENCE_S)
 
 
-def test_a_second_close_does_not_shorten_the_first(portal: Portal) -> None:
+def test_close_has_a_time_limit_and_a_second_close_does_not_shorten_the_first(portal: Portal) -> None:
     begun, cleaning, cleaned = Future[None](), Future[None](), Future[None]()
     may_end: Future[asyncio.Event] = Future()
 

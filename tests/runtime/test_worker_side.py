@@ -91,15 +91,16 @@ def test_host_memory_becomes_ready_in_the_background_and_is_reported(
 def test_a_block_in_several_pieces_is_refused_if_the_layout_must_be_contiguous(made: Side) -> None:
     config = OffloadConfig(host_bytes=2**20, layout="blocks")
     side = WorkerSide(Rank(0), 1, config, made.portal, clock=made.clock, copier=made.copier)
-    with pytest.raises(
-        ConfigError, match=r"layout is 'blocks', but the engine keeps a block .* in 2 pieces; set layout"
-    ):
+    problem = r"layout is 'blocks', but the engine keeps a block .* in 2 pieces; set layout"
+    with pytest.raises(ConfigError, match=problem):
         side.register(made.device.layout)
     assert side.register(FakeDevice(8, pages=[64]).layout) > 0
     side.close()
 
 
-def test_a_plans_blocks_are_stored_and_loaded_back(made: Side) -> None:
+def test_a_plans_blocks_are_stored_and_loaded_back_without_a_warning(
+    made: Side, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     made.registered()
     before = made.device.read(1)
     store = made.plan(Direction.STORE, slot=3, block=1)
@@ -113,13 +114,15 @@ def test_a_plans_blocks_are_stored_and_loaded_back(made: Side) -> None:
     made.side.start_loads(load)
     assert made.outcomes() == {2: CopyOutcome.DONE}
     assert made.device.read(5) == before
+    made.side.close()
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+    assert "".join(capsys.readouterr()) == ""
 
 
 def test_close_waits_for_the_copies_that_were_started(made: Side) -> None:
     made.registered()
     made.side.start_loads(made.plan(Direction.LOAD))
     [ticket] = made.copier.open_tickets
-    closing = made.side
 
     async def end_it() -> None:
         await made.clock.sleep(1)
@@ -127,10 +130,10 @@ def test_close_waits_for_the_copies_that_were_started(made: Side) -> None:
         ticket.finish()
 
     made.portal.spawn(end_it)
-    closing.close()
+    made.side.close()
     assert made.copier.is_closed
     assert 1 <= made.clock.monotonic() < 1.5
-    closing.close()
+    made.side.close()
 
 
 def test_close_abandons_a_copy_that_never_ends_and_keeps_its_memory(made: Side) -> None:
@@ -164,15 +167,6 @@ def test_the_engine_closes_even_if_its_copier_cannot(
     monkeypatch.setattr(made.copier, "close", refuse)
     made.side.close()
     assert "worker_not_closed rank=1" in caplog.text
-
-
-def test_a_normal_end_logs_nothing(
-    made: Side, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made.registered()
-    made.side.close()
-    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
-    assert "".join(capsys.readouterr()) == ""
 
 
 def test_the_end_of_the_portals_thread_is_noticed(made: Side) -> None:
