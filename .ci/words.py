@@ -60,7 +60,6 @@ INSTEAD = list(FORMS.values())
 # The lines that are allowed: for each, the end of the file's path and a part of the line.
 EXCEPTIONS = (
     ("tests/cli/test_journal_lines.py", "request nobody"),
-    ("tests/engine/test_plugin_hooks.py", "'nobody' that is not open"),
 )
 
 

@@ -77,20 +77,13 @@ class CopyingWorker(WorkerPlugin):
 
 
 class CopyingScheduler(SchedulerPlugin):
-    """The plugin's scheduler side.
-
-    With `hold_loads`, loads stay open. Loads of requests in `fails` fail. Lookups of requests in `asks_later`
-    return None.
-    """
+    """The plugin's scheduler side. With `hold_loads`, loads stay open. Loads of requests in `fails` fail."""
 
     def __init__(self, engine: EngineFacts) -> None:
         self.facts = engine
         self.pool = engine.pool
         self.hold_loads = False
-        self.is_resettable = True
         self.fails: set[str] = set()
-        self.asks_later: set[str] = set()
-        self.boundaries: dict[str, int] = {}
         self.stored: set[bytes] = set()
         self.outputs: list[Sequence[object]] = []
         self.counts: Counter[str] = Counter()
@@ -101,15 +94,7 @@ class CopyingScheduler(SchedulerPlugin):
         self._requests: dict[str, Request] = {}
         self._tables: dict[str, list[dict[int, int]]] = {}
         self._leases: list[int] = []  # the blocks leased for the stores in the last plan
-        self._withheld: list[int] = []
-        self._withheld_steps = 0
-        # Blocks of ended requests, leased until their stores end.
-        self._left: dict[bytes, int] = {}
-
-    def withhold(self, count: int, steps: int) -> None:
-        """Lease the next `count` free blocks for this many steps."""
-        self._withheld, self._withheld_steps = self.pool.next_evictable(count), steps
-        self.pool.touch(self._withheld)
+        self._left: dict[bytes, int] = {}  # blocks of ended requests, leased until their stores end
 
     def request_added(self, request: Request) -> None:
         assert request.request_id not in self._requests
@@ -118,25 +103,15 @@ class CopyingScheduler(SchedulerPlugin):
     def lookup(self, request: Request, device_tokens: int) -> int | None:
         self.counts["lookup"] += 1
         assert request is self._requests[request.request_id]
-        if request.request_id in self.asks_later:
-            return None
         if request.request_id in self._failed_once:
             return 0
         size = self.facts.groups[0].block_tokens
         # Offer whole blocks and leave the engine at least one token to compute. If the engine took only a
         # part of the offer, a chunk could need other blocks.
-        longest = (request.num_tokens - 1) // size
-        return next(
-            (
-                n * size - device_tokens
-                for n in range(longest, 0, -1)
-                if self._holds(request, n, device_tokens)
-            ),
-            0,
-        )
-
-    def prefix_boundary(self, request: Request) -> int:
-        return self.boundaries.get(request.request_id, 0)
+        for blocks in range((request.num_tokens - 1) // size, 0, -1):
+            if self._holds(request, blocks, device_tokens):
+                return blocks * size - device_tokens
+        return 0
 
     def allocated(
         self, request: Request, tables: BlockTables, device_tokens: int, external_tokens: int
@@ -191,10 +166,6 @@ class CopyingScheduler(SchedulerPlugin):
         self.outputs.append(outputs)
         self.pool.free(self._leases)
         self._leases = []
-        self._withheld_steps -= 1
-        if self._withheld_steps == 0:
-            self.pool.free(self._withheld)
-            self._withheld = []
         if self.hold_loads:
             return LoadResults()
         ended = [request_id for request_id in self.loads if request_id not in self._planned]
@@ -205,11 +176,11 @@ class CopyingScheduler(SchedulerPlugin):
         return LoadResults(tuple(r for r in ended if r not in failed), failed)
 
     def has_pending_work(self) -> bool:
-        return bool(self.loads or self._left or self._withheld)
+        return bool(self.loads or self._left)
 
     def reset(self) -> bool:
         self.stored.clear()
-        return self.is_resettable
+        return True
 
     def shutdown(self) -> None:
         self.counts["shutdown"] += 1
@@ -223,13 +194,11 @@ class CopyingScheduler(SchedulerPlugin):
         size = self.facts.groups[0].block_tokens
         if blocks * size <= device_tokens:
             return False
-        return all(
-            request.keys(group.index)[position] in self.stored
-            for group in self.facts.groups
-            for position in range(
-                max(device_tokens // size, first_needed_block(group, blocks * size)), blocks
-            )
-        )
+        for group in self.facts.groups:
+            first = max(device_tokens // size, first_needed_block(group, blocks * size))
+            if not self.stored.issuperset(request.keys(group.index)[first:blocks]):
+                return False
+        return True
 
     def _copies(self, request: Request, span: range) -> list[tuple[bytes, int]]:
         tables = self._tables[request.request_id]
@@ -262,9 +231,7 @@ def engine_with_plugin(kind: str = "full", **settings: Unpack[Settings]) -> tupl
 def returning(
     kind: str = "full", **settings: Unpack[Settings]
 ) -> tuple[Engine, CopyingScheduler, list[Token]]:
-    """Return an engine without cached blocks, its plugin's scheduler side with 40 stored tokens, and the
-    answer to these tokens.
-    """
+    """Return an engine without cached blocks, its plugin, which has stored 40 tokens, and the answer to these."""
     engine, plugin = engine_with_plugin(kind, **settings)
     first = run(engine, tokens(40))
     assert engine.pool.reset_prefix_cache()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import pytest
 
-from kvoffload.engine import Engine, EngineStopped, PromptTooLong, SamplingParams, Token, TokenStream
+from kvoffload.engine import Engine, EngineStopped, SamplingParams, Token, TokenStream
 from tests.engine.copying_plugin import CopyingPlugin
 from tests.engine.tiny import Settings, assert_idle, assert_same, run, tiny_config, tiny_engine, tokens
 
@@ -121,14 +121,6 @@ def test_cancelling_the_reader_aborts_the_request_in_any_state() -> None:
             if runner.run(story(turns)):
                 return
     raise AssertionError("the request was never done in time")
-
-
-@in_virtual_time
-async def test_a_refused_prompt_leaves_nothing_behind() -> None:
-    async with engine_in_loop() as engine:
-        with pytest.raises(PromptTooLong):
-            engine.submit(tokens(200))
-        assert_idle(engine)
 
 
 @in_virtual_time

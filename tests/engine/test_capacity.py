@@ -44,11 +44,10 @@ def test_the_maximum_number_of_blocks_of_a_request(
 @pytest.mark.parametrize("step_tokens", [1, 3, 4, 7, 16])
 @pytest.mark.parametrize("kind", ["sliding_window", "chunked_local"])
 def test_allocation_reaches_the_bound_and_never_exceeds_it(kind: str, span: int, step_tokens: int) -> None:
-    """Check that a request holds at most as many blocks as the bound allows, and reaches the bound.
+    """Check how many blocks a request holds at most, over all sizes of its first chunk.
 
-    The maximum is taken over all sizes of the first chunk. In two cases it is one block less than the bound,
-    because the formula ignores remainders: with a window, if window and step together are one token more than
-    whole blocks; with chunks, if a step is one token more than whole blocks.
+    In two cases it is one block less than the bound, because the formula ignores remainders: with a window, if
+    window and step together are one token more than whole blocks; with chunks, if a step is.
     """
     if kind == "chunked_local":
         span = -(-span // 4) * 4
@@ -65,9 +64,7 @@ def test_allocation_reaches_the_bound_and_never_exceeds_it(kind: str, span: int,
 
 
 def _most_held(groups: tuple[GroupFacts, ...], first: int, step_tokens: int) -> int:
-    """Return the maximum number of blocks of group 0 that a request of 100 tokens holds. Its first step has
-    `first` tokens.
-    """
+    """Return how many blocks of group 0 a request of 100 tokens holds at most, if its first step has `first`."""
     pool = BlockPool(200)
     tables = BlockTables(pool, groups)
     request = Request("r", tokens(100), 100, SamplingParams(1), KeyChain(4, 3), RequestStats(100, 0.0), 3)

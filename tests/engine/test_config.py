@@ -26,15 +26,9 @@ from tests.engine.tiny import run, tiny_config, tiny_engine, tokens
         ({"heads": 0}, "heads must be positive, not 0"),
         ({"heads": 6, "kv_heads": 4}, r"heads \(6\) must be a multiple of kv_heads \(4\)"),
         ({"head_dim": 7}, "head_dim must be even"),
-        (
-            {"attention": "linear"},
-            "attention must be one of 'full', 'sliding_window', 'chunked_local', 'recurrent', not 'linear'",
-        ),
+        ({"attention": "linear"}, "attention must be one of 'full', .* 'recurrent', not 'linear'"),
         ({"dtype": "int8"}, "dtype must be one of 'float32', 'bfloat16', not 'int8'"),
-        (
-            {"attention": "sliding_window"},
-            'window_tokens must be a positive number with attention="sliding_window"',
-        ),
+        ({"attention": "sliding_window"}, "window_tokens must be a positive number with attention="),
         ({"window_tokens": 8}, 'window_tokens goes with attention="sliding_window" only, not with "full"'),
         (
             {"attention": "chunked_local", "chunk_tokens": 8, "layers": 7},
@@ -57,7 +51,7 @@ def test_a_model_that_cannot_be_built_is_refused(settings: dict[str, Any], messa
         ({"ranks": 3}, "ranks must be at most 2, the layers in each group, not 3"),
         (
             {"kind": "chunked_local", "model": {"chunk_tokens": 10}},
-            r"chunk_tokens \(10\) must be a multiple of block_tokens \(4\)",
+            r"chunk_tokens \(10\) must be a multiple of",
         ),
     ],
 )
@@ -66,15 +60,12 @@ def test_an_engine_that_cannot_be_built_is_refused(settings: dict[str, Any], mes
         tiny_engine(**settings)
 
 
-def test_impossible_sampling_parameters_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must be"):
-        SamplingParams(max_new_tokens=0)
-
-
-def test_all_problems_are_named_at_once() -> None:
+def test_all_impossible_numbers_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig(block_tokens=0, step_tokens=-1, device="abacus")
     assert len(caught.value.problems) == 3
+    with pytest.raises(ConfigError, match="must be"):
+        SamplingParams(max_new_tokens=0)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +80,10 @@ def test_an_invalid_prompt_is_refused(prompt: list[int], message: str) -> None:
 
 
 def test_a_plugin_is_found_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    _offer(monkeypatch, "tests.engine.copying_plugin:CopyingPlugin")
-    plugin = load_plugin("copying")
-    assert isinstance(plugin, CopyingPlugin)
+    group = plugin_module.ENTRY_POINT_GROUP
+    entries = EntryPoints([EntryPoint("copying", "tests.engine.copying_plugin:CopyingPlugin", group)])
+    monkeypatch.setattr(plugin_module, "entry_points", lambda group: entries.select(group=group))
+    assert isinstance(load_plugin("copying"), CopyingPlugin)
     with pytest.raises(PluginError, match=r"no engine plugin is called 'moving'; installed in .*: copying"):
         load_plugin("moving")
 
@@ -102,8 +94,3 @@ def test_a_plugin_gets_its_settings_from_the_configuration() -> None:
     run(engine, tokens(10))
     assert plugin.scheduler.counts["finished"] == 1
     assert plugin.scheduler.facts.config.plugin_config == {"size": 3}
-
-
-def _offer(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    entry = EntryPoint("copying", value, plugin_module.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(plugin_module, "entry_points", lambda group: EntryPoints([entry]).select(group=group))

@@ -14,6 +14,7 @@ from tests.engine.tiny import (
     dense,
     drain,
     run,
+    served,
     taken,
     tiny_config,
     tiny_engine,
@@ -33,12 +34,15 @@ def test_output_equals_a_dense_forward_pass(kind: str, length: int) -> None:
 def test_a_reused_prefix_saves_work_and_changes_no_token(kind: str) -> None:
     engine = tiny_engine(kind)
     first = run(engine, tokens(40))
-    stream = engine.submit(tokens(40), SamplingParams(6))
-    drain(engine)
+    stream = served(engine, tokens(40))
     assert_same(taken(stream), first)
+    stats = stream.stats
     # the engine computes at least one token, and so recomputes the last block
-    assert stream.stats.device_hit_tokens == 36
-    assert stream.stats.computed_tokens == 40 + 6 - 1 - 36
+    assert (stats.prompt_tokens, stats.generated_tokens, stats.device_hit_tokens) == (40, 6, 36)
+    assert stats.computed_tokens == 40 + 6 - 1 - 36
+    assert stats.first_token_s is not None
+    assert stats.finished_s is not None
+    assert stats.arrived_s < stats.first_token_s < stats.finished_s
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,8 +50,7 @@ def test_the_next_turn_of_a_conversation_also_reuses_the_answers_blocks(kind: st
     engine = tiny_engine(kind)
     answer = run(engine, tokens(20), 8)
     turn = [*tokens(20), *(token.token_id for token in answer), *tokens(5, seed=1)]
-    stream = engine.submit(turn, SamplingParams(4))
-    drain(engine)
+    stream = served(engine, turn, 4)
     assert_same(taken(stream), dense(tiny_config(kind), turn, 4))
     # A hit consists of whole blocks. The first turn computed 27 tokens, which are 6 whole blocks of 4.
     assert stream.stats.device_hit_tokens == 24
@@ -73,8 +76,7 @@ def test_an_admission_does_not_evict_the_prefix_that_it_found() -> None:
     # this leaves one block unused, and the first prompt's blocks are the oldest
     run(engine, tokens(28, seed=1), 1)
     turn = [*tokens(16), *tokens(10, seed=2)]
-    stream = engine.submit(turn, SamplingParams(3))
-    drain(engine)
+    stream = served(engine, turn, 3)
     assert stream.stats.device_hit_tokens == 16
     assert_same(taken(stream), dense(tiny_config(), turn, 3))
 

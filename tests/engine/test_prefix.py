@@ -65,10 +65,6 @@ def test_the_hit_is_the_longest_prefix_that_every_group_can_serve(cached: list[s
 
 
 def _serves(cached: list[set[int]], length: int) -> bool:
-    next_token = length * 2
-    seen = (
-        range(max(0, next_token - 4), next_token),
-        range(next_token // 6 * 6, next_token),
-        range(next_token),
-    )
-    return all({token // 2 for token in tokens} <= held for tokens, held in zip(seen, cached, strict=True))
+    end = length * 2
+    read = range(max(0, end - 4), end), range(end // 6 * 6, end), range(end)
+    return all({token // 2 for token in tokens} <= held for tokens, held in zip(read, cached, strict=True))

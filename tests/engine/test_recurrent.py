@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from kvoffload.engine import Engine, SamplingParams
 from tests.engine.copying_plugin import engine_with_plugin
-from tests.engine.tiny import BLOCK, alone, assert_same, dense, drain, run, taken, tiny_engine, tokens
+from tests.engine.tiny import BLOCK, alone, assert_same, dense, drain, run, served, taken, tiny_engine, tokens
 
 GROUPS = 2
 """the number of recurrent groups in the tiny model, which come before its attention group"""
@@ -52,26 +52,19 @@ def test_a_state_is_not_found_in_the_step_that_writes_it() -> None:
         assert_same(taken(stream), alone("recurrent", 24, 0, 4))
 
 
-def found_by_sharers(engine: Engine, count: int = 4) -> list[int]:
-    """Serve requests with a common prefix one after another. Return how many tokens each finds on the device."""
-    found = []
-    for number in range(count):
+def test_a_shared_prefix_is_found_from_the_third_request_on() -> None:
+    engine, found = tiny_engine("recurrent", step_tokens=64), []
+    for number in range(4):
         prompt = [*tokens(6 * BLOCK), *tokens(2 * BLOCK + 1, 10 + number)]
-        stream = engine.submit(prompt, SamplingParams(1))
-        drain(engine)
+        stream = served(engine, prompt, 1)
         found.append(stream.stats.device_hit_tokens)
         assert_same(taken(stream), dense(engine.config, prompt, 1))
-    return found
-
-
-def test_a_shared_prefix_is_found_from_the_third_request_on() -> None:
-    assert found_by_sharers(tiny_engine("recurrent", step_tokens=64)) == [0, 0, 24, 24]
+    assert found == [0, 0, 24, 24]
 
 
 def test_a_plugin_may_ask_for_a_state() -> None:
     engine, plugin = engine_with_plugin("recurrent", step_tokens=64)
-    stream = engine.submit(tokens(30), SamplingParams(1))
-    plugin.scheduler.boundaries[stream.request_id] = 12
-    drain(engine)
+    plugin.scheduler.prefix_boundary = lambda request: 12  # type: ignore[method-assign]
+    run(engine, tokens(30), 1)
     positions = [{state.position for state in step.states} for step in plugin.scheduler.steps if step.states]
     assert positions == [{2}, {6}]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.engine import Engine, RequestRefused, SamplingParams, Token, TokenStream
+from kvoffload.engine import RequestRefused, SamplingParams, Token
 from tests.engine.tiny import KINDS, alone, assert_idle, assert_same, drain, run, taken, tiny_engine, tokens
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ def test_a_step_never_computes_more_than_its_budget_and_running_requests_come_fi
         before = first.stats.computed_tokens, second.stats.computed_tokens
         engine.step()
         computed.append((first.stats.computed_tokens - before[0], second.stats.computed_tokens - before[1]))
-    # A step computes at most eight tokens: one token for the first request, and up to seven of the second
-    # prompt.
+    # A step computes at most eight tokens: one for the first request, and up to seven of the second prompt.
     assert computed == [(1, 7), (1, 7), (1, 6), (1, 1), (0, 1), (0, 1), (0, 1)]
 
 
@@ -38,14 +37,9 @@ def test_at_most_max_requests_run_together() -> None:
     assert_idle(engine)
 
 
-def crowd(engine: Engine, count: int = 3) -> list[TokenStream]:
-    """Submit requests whose prompts fit in the pool together, but not with their answers."""
-    return [engine.submit(tokens(12, seed), SamplingParams(20)) for seed in range(count)]
-
-
 def test_the_latest_request_is_preempted_and_computes_again() -> None:
-    engine = tiny_engine(num_blocks=1 + 16)
-    streams = crowd(engine)
+    engine = tiny_engine(num_blocks=1 + 16)  # enough for three prompts, but not with their answers
+    streams = [engine.submit(tokens(12, seed), SamplingParams(20)) for seed in range(3)]
     drain(engine)
     assert streams[0].stats.preemptions == 0
     assert sum(stream.stats.preemptions for stream in streams) > 0
@@ -109,30 +103,6 @@ def test_ids_are_unique_among_open_requests() -> None:
         engine.submit(tokens(4), request_id="a")
     drain(engine)
     engine.submit(tokens(4), request_id="a")
-
-
-def test_reset_removes_prefixes_only_if_no_block_is_in_use() -> None:
-    engine = tiny_engine()
-    run(engine, tokens(20))
-    assert engine.reset_prefix_cache()
-    stream = engine.submit(tokens(20))
-    engine.step()
-    assert not engine.reset_prefix_cache()
-    drain(engine)
-    assert stream.stats.device_hit_tokens == 0
-
-
-def test_statistics_of_a_request_add_up() -> None:
-    engine = tiny_engine()
-    run(engine, tokens(20))
-    stream = engine.submit(tokens(30), SamplingParams(7))
-    drain(engine)
-    stats = stream.stats
-    assert (stats.prompt_tokens, stats.generated_tokens, stats.device_hit_tokens) == (30, 7, 20)
-    assert stats.computed_tokens == 30 + 7 - 1 - 20
-    assert stats.first_token_s is not None
-    assert stats.finished_s is not None
-    assert stats.arrived_s < stats.first_token_s < stats.finished_s
 
 
 def test_the_audit_finds_a_block_that_was_not_released() -> None:

@@ -92,10 +92,15 @@ def taken(stream: TokenStream) -> list[Token]:
     return found
 
 
-def run(engine: Engine, prompt: Sequence[int], new_tokens: int = 6) -> list[Token]:
+def served(engine: Engine, prompt: Sequence[int], new_tokens: int = 6) -> TokenStream:
+    """Serve a prompt until the engine has no work; return its stream, which has received all tokens."""
     stream = engine.submit(prompt, SamplingParams(new_tokens))
     drain(engine)
-    return taken(stream)
+    return stream
+
+
+def run(engine: Engine, prompt: Sequence[int], new_tokens: int = 6) -> list[Token]:
+    return taken(served(engine, prompt, new_tokens))
 
 
 @cache
@@ -105,9 +110,7 @@ def alone(kind: str, length: int, seed: int, new_tokens: int) -> list[Token]:
 
 
 def dense(config: EngineConfig, prompt: Sequence[int], new_tokens: int = 6) -> list[Token]:
-    """Return greedy tokens. Each is computed by a forward pass over the whole text, without pages, chunks or
-    caches.
-    """
+    """Return greedy tokens, each from a forward pass over the whole text, without pages, chunks or caches."""
     model = Transformer(config.model, config.max_model_len, torch.device("cpu"))
     known, found = list(prompt), []
     for _ in range(new_tokens):
