@@ -40,14 +40,12 @@ STEP_S = 0.02  # in fake seconds; longer than any pause of the pump
 
 class Options(TypedDict, total=False):
     num_blocks: int | None
-    max_model_len: int
     step_tokens: int
     max_requests: int
     ranks: int
     store_policy: str
     host_blocks: int
     timeout_s: float
-    plugin: str
     extra: dict[str, object]
     promises: Promises
     starts_ready: bool
@@ -62,11 +60,8 @@ def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
         "transfer_timeout_s": options.get("timeout_s", TIMEOUT_S),
         **options.get("extra", {}),
     }
-    sizes: dict[str, Any] = {
-        name: options[name]
-        for name in ("num_blocks", "max_model_len", "step_tokens", "max_requests", "plugin")
-        if name in options
-    }
+    given = "num_blocks", "step_tokens", "max_requests"
+    sizes: dict[str, Any] = {name: size for name, size in options.items() if name in given}
     return tiny_config(kind, model=model, ranks=ranks, plugin_config=plugin_config, **sizes)
 
 
@@ -176,11 +171,6 @@ class Rig:
 
     def forget_device(self) -> None:
         assert self.engine.pool.reset_prefix_cache()
-
-    def leased_without_owner(self) -> int:
-        """Return the number of leased blocks that no request holds."""
-        pool = self.engine.pool
-        return sum(leased > 0 and not held for leased, held in zip(pool._leased, pool._held, strict=True))
 
     # -- invariants ---------------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
@@ -8,16 +9,19 @@ from pathlib import Path
 from typing import Unpack
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from xxhash import xxh3_64_intdigest
 
 from kvoffload.disk.index import load_index, start_index
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.causes import TierOutcome
-from kvoffload.model.events import Event, TierCopyEnded
-from kvoffload.model.wire import Direction
+from kvoffload.model.wire import Direction, Tier
+from kvoffload.telemetry.catalogue import TierState, tier_state
+from kvoffload.telemetry.exporter import KVOffloadCollector
 from tests.captured_logs import capture_logs
-from tests.reference.rig import BLOCK, KINDS, TIMEOUT_S, Options, Rig, rig, slot_bytes, text
+from tests.conservation import conservation
+from tests.reference.rig import BLOCK, KINDS, TIMEOUT_S, Options, Rig, open_loads, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
 MORE = [text(seed, 10 * BLOCK) for seed in range(2, 12)]
@@ -40,8 +44,6 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
             options["extra"] = extra
             options.setdefault("host_blocks", {"full": 48, "recurrent": 160}.get(kind, 192))
             made = running.enter_context(rig(kind, **options))
-            made.events = []  # type: ignore[attr-defined]
-            made.offload.bus.count(TierCopyEnded, made.events.append)  # type: ignore[attr-defined]
             made.drain()  # this reads the index and passes it to the core
             return made
 
@@ -49,12 +51,14 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
 
 
 def copied(made: Rig, direction: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
-    events: list[Event] = made.events  # type: ignore[attr-defined]
-    return sum(
-        each.blocks
-        for each in events
-        if isinstance(each, TierCopyEnded) and (each.direction, each.outcome) == (direction, outcome)
-    )
+    return made.count("tier_blocks", "disk", direction.value, outcome.value)
+
+
+def fetched(made: Rig) -> int:
+    """Serve the prompt; return how many blocks came from the disk."""
+    made.run(PROMPT)
+    made.assert_clean()
+    return copied(made, Direction.LOAD)
 
 
 def leave_on_disk(made: Rig) -> None:
@@ -84,10 +88,8 @@ def test_r18_the_next_engine_finds_all_put_blocks(start: StartEngine, kind: str,
     assert copied(made, Direction.LOAD) == 0
     for is_first in (True, False, False):
         made = made if is_first else start(kind, ranks=ranks)
-        made.run(PROMPT)
-        assert copied(made, Direction.LOAD) > 0
+        assert fetched(made) > 0
         assert made.count("load_blocks", "loaded") > 0
-        made.assert_clean()
 
 
 def key_file(path: Path) -> dict[str, object]:
@@ -103,12 +105,7 @@ def test_r18_the_next_engine_finds_put_blocks_only_with_the_same_tier_key(
 ) -> None:
     key, other = key_file(tmp_path / "a"), key_file(tmp_path / "b")
     leave_on_disk(start(ranks=ranks, extra={**key}))
-    found = []
-    for extra in ({}, other, key):
-        made = start(ranks=ranks, extra={**extra})
-        made.run(PROMPT)
-        found.append(copied(made, Direction.LOAD) > 0)
-        made.assert_clean()
+    found = [fetched(start(ranks=ranks, extra={**extra})) > 0 for extra in ({}, other, key)]
     assert found == [False, False, True]
 
 
@@ -118,7 +115,6 @@ def forge(folder: Path, key: TierKey | None) -> None:
     with open_folder(folder) as opened, (folder / "slots0").open("r+b") as file:
         found = load_index(opened, 2**20, key)
         assert found is not None
-        assert len(found.entries) > 0
         for slot in found.entries.records["slot"].tolist():
             file.seek(4096 + slot * (-size // 4096 * -4096))
             file.write(b"\x01" * size)
@@ -166,9 +162,7 @@ def test_r18_with_a_tier_key_renamed_files_of_other_weights_are_not_served(
     one, two = sorted(tmp_path.glob("disk/*/replica0"), key=lambda path: path.parent.stat().st_ctime_ns)
     shutil.rmtree(two)
     one.rename(two)
-    made = start(extra={**key, "weights_id": "two"})
-    made.run(PROMPT)
-    assert (copied(made, Direction.LOAD) > 0) is not has_key
+    assert (fetched(start(extra={**key, "weights_id": "two"})) > 0) is not has_key
 
 
 def test_r18_blocks_put_before_a_reset_are_never_found_and_later_ones_only_by_this_process(
@@ -177,20 +171,14 @@ def test_r18_blocks_put_before_a_reset_are_never_found_and_later_ones_only_by_th
     made = start()
     leave_on_disk(made)
     assert made.offload.reset()
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) == 0
+    assert fetched(made) == 0
     leave_on_disk(made)
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) > 0
-    made = start()
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) == 0
-    made.assert_clean()
+    assert fetched(made) > 0
+    assert fetched(start()) == 0
 
 
 def test_r18_a_reset_before_the_index_was_read_removes_its_blocks(start: StartEngine, tmp_path: Path) -> None:
-    made = start()
-    leave_on_disk(made)
+    leave_on_disk(start())
     start(folder="another")
     extra = {"disk_path": tmp_path / "disk", "disk_bytes": 4096 + 400 * (slot_bytes("full") + 4096)}
     with rig("full", host_blocks=48, extra=extra, starts_ready=False) as second:
@@ -200,14 +188,11 @@ def test_r18_a_reset_before_the_index_was_read_removes_its_blocks(start: StartEn
         assert second.offload.core.state.disk is not None
         assert second.offload.core.state.disk.is_open
         second.assert_clean()
-    made = start()
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) == 0
+    assert fetched(start()) == 0
 
 
 def test_blocks_with_flipped_bits_on_the_disk_are_computed_again(start: StartEngine, tmp_path: Path) -> None:
-    made = start()
-    leave_on_disk(made)
+    leave_on_disk(start())
     start(folder="another")
     [path] = tmp_path.glob("disk/*/replica0/slots0")
     data = bytearray(path.read_bytes())
@@ -215,24 +200,18 @@ def test_blocks_with_flipped_bits_on_the_disk_are_computed_again(start: StartEng
         data[place] ^= 1
     path.write_bytes(data)
     made = start()
-    made.run(PROMPT)
+    assert fetched(made) == 0
     assert copied(made, Direction.LOAD, TierOutcome.CORRUPT) > 0
-    assert copied(made, Direction.LOAD) == 0
-    made.assert_clean()
 
 
 def test_files_swapped_between_ranks_are_replaced(start: StartEngine, tmp_path: Path) -> None:
-    made = start(ranks=2)
-    leave_on_disk(made)
+    leave_on_disk(start(ranks=2))
     start(folder="another")
     first, second = sorted(tmp_path.glob("disk/*/replica0/slots*"))
     first.rename(first.with_name("kept"))
     second.rename(first)
     first.with_name("kept").rename(second)
-    made = start(ranks=2)
-    made.run(PROMPT)
-    assert copied(made, Direction.LOAD) == 0
-    made.assert_clean()
+    assert fetched(start(ranks=2)) == 0
 
 
 @pytest.mark.parametrize("has_key", [False, True])
@@ -279,3 +258,93 @@ def test_copies_that_ended_while_no_step_was_made_are_not_abandoned(start: Start
     assert copied(made, Direction.STORE) > 0
     assert copied(made, Direction.STORE, TierOutcome.ABANDONED) == 0
     made.assert_clean()
+
+
+# -- metrics ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_spills_and_fetches_are_counted_for_the_disk_tier(start: StartEngine, ranks: int) -> None:
+    made = start(ranks=ranks)
+    leave_on_disk(made)
+    made.run(PROMPT)
+    for way in Direction:
+        count = copied(made, way)
+        assert count == made.count("tier_scheduled_blocks", "disk", way.value) > 0
+        assert made.count("transfer_bytes", "disk", way.value) == count * ranks * slot_bytes("full", ranks)
+    assert made.count("fetched_tokens", "disk") == made.count("lookup_tokens", "hit") > 0
+    assert made.count("lookups_deferred", "fetch") > 0
+    counted = made.counts()
+    assert counted.samples("kvoffload_first_token_seconds", "disk") == 1
+    assert counted.samples("kvoffload_load_wait_seconds", "fetch") == 1
+    assert counted.distributions["kvoffload_load_wait_seconds"]["fetch",].total > 0
+    assert conservation(counted, drained=True) == []
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_tokens_by_source_add_up_to_the_prompts(start: StartEngine, kind: str) -> None:
+    made = start(kind)
+
+    def sources() -> dict[str, int]:
+        return made.counts().by_label("kvoffload_prompt_tokens_total")
+
+    def check() -> None:
+        served = [prompt for prompt, _, stream in made.streams if stream.stats.generated_tokens]
+        assert sum(sources().values()) == sum(map(len, served))
+
+    leave_on_disk(made)
+    check()
+    before = sources()
+    made.run(PROMPT)
+    assert sources()["disk"] - before.get("disk", 0) == made.count("fetched_tokens", "disk") > 0
+    check()
+    made.run((*PROMPT, *text(50, 3)))
+    assert sources()["device"] > before.get("device", 0)
+    made.forget_device()
+    before = sources()
+    made.run(PROMPT)
+    assert sources()["host"] > before.get("host", 0)
+    check()
+
+    made.forget_device()
+    made.hold()
+    before = sources()
+    failing, gone = made.submit(PROMPT), made.submit(MORE[-1])
+    made.step()
+    made.engine.abort(gone.request_id)
+    for ticket in open_loads(made):
+        ticket.fail()
+    made.release()
+    made.drain()
+    assert failing.stats.external_tokens == 0
+    assert sources()["computed"] - before["computed"] == len(PROMPT)
+    assert sources().get("host", 0) == before.get("host", 0)
+    check()
+
+    preempted = made.submit(text(60, 5 * BLOCK), 8)
+    while preempted.stats.generated_tokens < 3:
+        made.step()
+    assert made.engine.preempt(preempted.request_id)
+    made.drain()
+    check()
+    made.assert_outputs()
+
+
+def test_series_of_a_lower_tier_are_served_only_with_this_tier(start: StartEngine) -> None:
+    def series(made: Rig) -> set[str]:
+        registry = CollectorRegistry()
+        registry.register(KVOffloadCollector(made.offload))
+        return set(generate_latest(registry).decode().splitlines())
+
+    with rig() as alone:
+        alone.run(PROMPT)
+        served = {line for line in series(alone) if not line.startswith("#")}
+    lower = re.compile('="(disk|remote|on_disk|in_remote|fetch|tier_opening)"')
+    assert not [line for line in served if lower.search(line)]
+    assert len(served) <= 450  # a disk tier and a remote tier together have 750 series
+    with_disk = start()
+    assert tier_state(with_disk.offload, Tier.DISK) is TierState.OPEN
+    more = {line.partition(" ")[0] for line in series(with_disk)}
+    assert 'kvoffload_capacity_slots{tier="disk"}' in more
+    assert 'kvoffload_load_wait_seconds_count{reason="fetch"}' in more
+    assert not [line for line in more if "remote" in line and not line.startswith("#")]

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import random
 from collections.abc import Sequence
 from itertools import cycle
@@ -11,26 +10,17 @@ import pytest
 
 from kvoffload.engine import Engine, SamplingParams, Token, TokenStream
 from kvoffload.engine.plugin import EnginePlugin, load_plugin
-from kvoffload.model.wire import Direction
-from kvoffload.testing import GatedCopier, GatedTicket
-from kvoffload.transfer.runs import CopyRuns
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.conservation import conservation
 from tests.core.audit import audit_side
-from tests.engine.tiny import assert_idle, assert_same, taken
+from tests.engine.tiny import assert_idle, assert_same
 from tests.reference.rig import KINDS, PLENTY, TOLERANCE, Rig, config_of, plain, rig, slot_bytes, text
 
 if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
-    from kvoffload.transfer.ports import Fence
 
-TIGHT = {
-    "full": 10,
-    "sliding_window": 22,
-    "chunked_local": 20,
-    "recurrent": 12,
-}  # with so few blocks, two long requests preempt each other
-TURNS = 3
+# with so few blocks, two long requests preempt each other
+TIGHT = {"full": 10, "sliding_window": 22, "chunked_local": 20, "recurrent": 12}
 
 
 class Talk:
@@ -60,9 +50,8 @@ class Talk:
         self.turns += 1
 
     def disturb(self) -> None:
-        what = self.random.choices(
-            ["", "abort", "preempt", "reset", "hold", "release"], [53, 4, 15, 1, 8, 19]
-        )[0]
+        chances = {"": 53, "abort": 4, "preempt": 15, "reset": 1, "hold": 8, "release": 19}
+        (what,) = self.random.choices([*chances], [*chances.values()])
         if what in ("abort", "preempt") and self.open:
             stream = self.random.choice(self.open)
             getattr(self.rig.engine, what)(stream.request_id)
@@ -110,7 +99,9 @@ def test_r6_the_longest_request_is_served_by_the_smallest_pool(kind: str, policy
             made.hold()
             for _ in range(30):
                 made.step()
-                assert made.leased_without_owner() <= limit
+                pool = made.engine.pool
+                held = zip(pool._leased, pool._held, strict=True)
+                assert sum(leases > 0 and not references for leases, references in held) <= limit
             made.release()
             made.drain()
             assert stream.stats.finished_s is not None
@@ -180,31 +171,3 @@ async def test_the_plugin_is_found_or_made(
     for prompt, answer in zip(cycle(prompts), answers, strict=False):
         assert_same(answer, plain(kind, prompt, 4), TOLERANCE)
     assert [one.getMessage() for one in caplog.records if one.levelname in ("ERROR", "WARNING")] == []
-
-
-class _Flips(GatedCopier):
-    """Negates every number in the first piece of each load, and reports success."""
-
-    def submit(self, direction: Direction, runs: CopyRuns, fences: Sequence[Fence]) -> GatedTicket:
-        ticket = super().submit(direction, runs, fences)
-        if direction is Direction.LOAD:
-            size = int(runs.size[0])
-            numbers = (ctypes.c_ubyte * size).from_address(int(runs.target[0]))
-            for highest in range(3, size, 4):
-                numbers[highest] ^= 0x80
-        return ticket
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_corrupt_load_changes_the_output_without_checksums(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.reference.rig.GatedCopier", _Flips)
-    with rig(kind) as made:
-        made.run(text(1, 30), 6)
-        made.forget_device()
-        stream = made.submit(text(1, 30), 6)
-        made.drain()
-        assert stream.stats.external_tokens > 0
-        with pytest.raises(AssertionError):
-            assert_same(taken(stream), plain(kind, text(1, 30), 6), TOLERANCE)
