@@ -165,7 +165,7 @@ def test_r18_with_a_tier_key_renamed_files_of_other_weights_are_not_served(
     assert (fetched(start(extra={**key, "weights_id": "two"})) > 0) is not has_key
 
 
-def test_r18_blocks_put_before_a_reset_are_never_found_and_later_ones_only_by_this_process(
+def test_r18_after_a_reset_only_this_process_finds_blocks_and_only_later_ones(
     start: StartEngine,
 ) -> None:
     made = start()

@@ -29,7 +29,7 @@ def found() -> Side:
     return side
 
 
-def test_switching_offloading_off_logs_one_line_with_the_last_journal_lines(
+def test_switching_off_is_logged_once_with_the_last_journal_lines(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     side = found()
@@ -73,7 +73,7 @@ def test_a_plan_that_raises_is_empty_and_leaves_no_request_waiting(
     assert not side.pool.leased
 
 
-def test_r5_blocks_leased_for_a_job_that_was_never_submitted_are_released(
+def test_r5_leases_of_a_job_that_was_never_submitted_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     side = Side()
@@ -97,7 +97,7 @@ def the_handler_of_steps(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_handler(side.side.bus, facts.StepScheduled, boom)
 
 
-def it_without_observers(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
+def the_handler_of_steps_without_observers(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
     bus = side.side.bus
     for cls, handler in bus._handlers.items():
         bus._routes[cls] = [handler]
@@ -116,7 +116,8 @@ def reading_metrics(side: Side, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "raises", [the_handler_of_steps, it_without_observers, the_timeout_of_a_job, reading_metrics]
+    "raises",
+    [the_handler_of_steps, the_handler_of_steps_without_observers, the_timeout_of_a_job, reading_metrics],
 )
 def test_whatever_raises_an_open_load_fails_and_its_blocks_stay_leased_until_its_copy_has_ended(
     raises: Callable[[Side, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
@@ -150,7 +151,7 @@ def test_a_load_is_answered_once_even_if_the_core_repeats_its_answer() -> None:
     assert side.done(plan) == ([], [])
 
 
-def test_blocks_stay_leased_during_copies_that_the_core_no_longer_counts(
+def test_blocks_under_copies_that_the_core_lost_stay_leased(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     side = Side(ranks=2)
@@ -252,9 +253,7 @@ class Readable(Pool):
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_the_audit_compares_the_engines_reference_counts(
-    asked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_audits_compare_the_engines_reference_counts(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.runtime.parts.Pool", Readable)
     side = Side()
     plan = loading(side)

@@ -1,8 +1,7 @@
-"""Checks the cost of each hook on the engine's critical path, with all observers. The cost is a number of
-calls.
+"""Checks the cost of each hook on the engine's critical path, with all observers.
 
-Each limit is a measured number of calls plus a tenth. The benchmarks measure times, but a hook that makes
-more calls is slower on every machine.
+The cost is a number of calls, because a hook that makes more calls is slower on every machine. Each limit is a
+measured number plus a tenth.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_a_disk_that_opened_or_failed_causes_no_warning(
     assert warnings(logged) == []
 
 
-def test_a_disk_that_failed_while_its_folder_was_locked_causes_no_warning(
+def test_a_disk_that_failed_behind_a_locked_folder_causes_no_warning(
     tmp_path: Path, logged: list[dict[str, Any]]
 ) -> None:
     holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))

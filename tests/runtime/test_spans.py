@@ -240,9 +240,7 @@ def test_span_ids_are_unique_and_do_not_change_the_engines_random_numbers(make: 
     assert len(ids) == len(set(ids)) > 4
 
 
-def test_spans_do_not_accumulate_in_a_long_running_engine(
-    traced: Traced, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_run_does_not_accumulate_spans(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel, "_REMEMBERED", 8)
     monkeypatch.setattr(timeline, "_JOBS", 8)
     side, _ = traced
@@ -381,7 +379,7 @@ def test_without_the_packages_a_configured_collector_is_refused_and_the_environm
     assert Side(config=make_config()).side.observation.spans is None
 
 
-def test_the_environments_collector_is_used_if_the_settings_name_none(
+def test_without_a_setting_the_environments_collector_is_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exporter = mock.Mock(return_value=InMemorySpanExporter())

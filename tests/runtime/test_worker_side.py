@@ -157,7 +157,7 @@ def test_close_works_before_memory_is_ready(made: Side, is_registered: bool) -> 
     assert all(task.cancelled() for task in made.side._tasks)
 
 
-def test_the_engine_closes_even_if_its_copier_cannot(
+def test_close_survives_a_copier_that_cannot_close(
     made: Side, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse() -> None:
