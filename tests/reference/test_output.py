@@ -4,7 +4,6 @@ import asyncio
 import random
 from collections.abc import Sequence
 from itertools import cycle
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,9 +14,6 @@ from tests.conservation import conservation
 from tests.core.audit import audit_side
 from tests.engine.tiny import assert_idle, assert_same
 from tests.reference.rig import KINDS, PLENTY, TOLERANCE, Rig, config_of, plain, rig, slot_bytes, text
-
-if TYPE_CHECKING:
-    from kvoffload.runtime.scheduler_side import SchedulerSide
 
 # with so few blocks, two long requests preempt each other
 TIGHT = {"full": 10, "sliding_window": 22, "chunked_local": 20, "recurrent": 12}
@@ -134,7 +130,7 @@ def test_the_metrics_agree_with_the_engines_own_statistics(kind: str, policy: st
         assert made.counts().total("kvoffload_contract_violations_total") == 0
 
 
-async def _answer(engine: Engine, prompt: Sequence[int]) -> list[Token]:
+async def answer(engine: Engine, prompt: Sequence[int]) -> list[Token]:
     """Send a prompt; return the answer after the plugin's remaining work has ended."""
     tokens = [token async for token in engine.submit(prompt, SamplingParams(4))]
     while engine.has_work:  # noqa: ASYNC110  # the engine's own task sets no event for this
@@ -142,32 +138,29 @@ async def _answer(engine: Engine, prompt: Sequence[int]) -> list[Token]:
     return tokens
 
 
-def _hits(offload: SchedulerSide) -> int:
-    return offload.counters.snapshot().count("kvoffload_lookup_blocks_total", "hit")
-
-
 @pytest.mark.asyncio
-@pytest.mark.parametrize("found", ["by entry point", "made"])
+@pytest.mark.parametrize("made", ["by entry point", "by its class"])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_the_plugin_is_found_or_made(
-    kind: str, found: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+async def test_on_real_threads_blocks_are_found_and_no_token_changes(
+    kind: str, made: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    prompts = [text(1, 24), text(2, 24), text(3, 24), text(1, 24)]
-    plugin: EnginePlugin = ReferencePlugin() if found == "made" else load_plugin("kvoffload")
-    config = config_of(kind, num_blocks=TIGHT[kind] + 1, step_tokens=8)
-    async with Engine(config, plugin) as engine:
+    def hits() -> int:
+        return offload.counters.snapshot().count("kvoffload_lookup_blocks_total", "hit")
+
+    prompts, answers = [text(1, 24), text(2, 24), text(3, 24), text(1, 24)], list[list[Token]]()
+    plugin: EnginePlugin = ReferencePlugin() if made == "by its class" else load_plugin("kvoffload")
+    async with Engine(config_of(kind, num_blocks=TIGHT[kind] + 1, step_tokens=8), plugin) as engine:
         offload = engine._plugin._offload  # type: ignore[attr-defined]  # it is ours
         while offload.core.state.pool.capacity == 0:  # a background thread prepares the host memory
-            await _answer(engine, text(9, 3))
-        answers = [await _answer(engine, prompt) for prompt in prompts]
+            await answer(engine, text(9, 3))
         # On a busy machine, copies are slower than steps. The state that a hit needs may then get no block,
         # so the prompts are served again.
-        while not (hits := _hits(offload)) and len(answers) < 10 * len(prompts):
-            answers += [await _answer(engine, prompt) for prompt in prompts]
-        assert hits
+        while not hits() and len(answers) < 10 * len(prompts):
+            answers += [await answer(engine, prompt) for prompt in prompts]
+        assert hits()
         assert_idle(engine)
         assert audit_side(offload) == []
         assert conservation(offload.counters.snapshot(), drained=True) == []
-    for prompt, answer in zip(cycle(prompts), answers, strict=False):
-        assert_same(answer, plain(kind, prompt, 4), TOLERANCE)
+    for prompt, found in zip(cycle(prompts), answers, strict=False):
+        assert_same(found, plain(kind, prompt, 4), TOLERANCE)
     assert [one.getMessage() for one in caplog.records if one.levelname in ("ERROR", "WARNING")] == []

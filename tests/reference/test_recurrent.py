@@ -35,7 +35,7 @@ def test_a_shared_prefix_is_found_from_the_third_request_on(are_on: bool, found:
         made.assert_clean()
 
 
-def steps_with_tokens(made: Rig, prompt: tuple[int, ...]) -> int:
+def steps_of(made: Rig, prompt: tuple[int, ...]) -> int:
     """Return the number of steps in which the engine computes a prompt."""
     with mock.patch.object(made.engine.runner, "launch", wraps=made.engine.runner.launch) as launch:
         made.forget_device()
@@ -48,7 +48,7 @@ def test_a_boundary_costs_one_step_and_only_for_shared_prefixes() -> None:
     prompts = [*sharers(2), *[text(seed, 8 * BLOCK + 1) for seed in range(20, 26)]]
     for are_on in (False, True):
         with rig("recurrent", step_tokens=64, extra={"recurrent_prefix_boundaries": are_on}) as made:
-            costs[are_on] = [steps_with_tokens(made, prompt) for prompt in prompts]
+            costs[are_on] = [steps_of(made, prompt) for prompt in prompts]
     assert costs[False] == [2] * 8  # one step ends at the last whole block, and one step computes the rest
     assert costs[True] == [2, 3, *[2] * 6]
 
