@@ -104,7 +104,7 @@ def test_a_preempted_requests_last_block_is_looked_up_before_any_step_reports_it
         assert stream.stats.resumed_tokens == 4 * known
 
 
-# -- what an engine reports to observers --------------------------------------------------------------------------
+# -- what an engine reports to observers ------------------------------------------------------------------------
 
 
 def test_first_tokens_are_counted_by_lookup_result_with_the_engines_own_times() -> None:

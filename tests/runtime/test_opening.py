@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -19,13 +19,14 @@ from tests.remote.fake_store import FakeStore
 from tests.runtime.manual_portal import ManualPortal
 from tests.runtime.parts import IDENTITY, Side
 
-NOWHERE = MooncakeAddress("nowhere", 1)
+Warned = Callable[[], list[tuple[str, str]]]
 
 
 @pytest.fixture
-def logged() -> Iterator[list[dict[str, Any]]]:
+def warned() -> Iterator[Warned]:
+    """Yield a function that returns the tier and stage of each warning so far."""
     with capture_logs() as lines:
-        yield lines
+        yield lambda: [(one["tier"], one["stage"]) for one in lines if one["event"] == "tier_still_opening"]
 
 
 def held() -> ManualPortal:
@@ -41,10 +42,6 @@ def steps(side: Side, count: int, each_s: float = 0.5) -> None:
         side.step()
 
 
-def warnings(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    return [(line["tier"], line["stage"]) for line in lines if line["event"] == "tier_still_opening"]
-
-
 @pytest.mark.parametrize(
     ("tier", "stage"),
     [
@@ -55,7 +52,7 @@ def warnings(lines: list[dict[str, Any]]) -> list[tuple[str, str]]:
     ],
 )
 def test_one_warning_names_the_stage_of_a_tier_that_opens_for_over_a_minute(
-    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tier: str, stage: str
+    tmp_path: Path, warned: Warned, monkeypatch: pytest.MonkeyPatch, tier: str, stage: str
 ) -> None:
     store = FakeStore()
     store.fails = True
@@ -67,59 +64,53 @@ def test_one_warning_names_the_stage_of_a_tier_that_opens_for_over_a_minute(
         elif tier == "disk":
             side = Side(portal=True, disk=tmp_path, opens_files=stage != "slot files of the ranks")
         else:
-            side = Side(portal=True, remote=RemotePlace(NOWHERE, lambda: "print"))
+            side = Side(portal=True, remote=RemotePlace(MooncakeAddress("nowhere", 1), lambda: "print"))
         steps(side, int(2 * OPENING_S) - 4)
-        assert warnings(logged) == []
+        assert warned() == []
         steps(side, 4)
-        assert warnings(logged) == [(tier, stage)]
+        assert warned() == [(tier, stage)]
         steps(side, 1000)
-        assert len(warnings(logged)) == 1
+        assert len(warned()) == 1
         side.close()
 
 
 def test_the_warning_says_that_the_index_is_being_read(
-    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, warned: Warned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     portal = held()
     side = Side(portal=portal, disk=tmp_path)
     monkeypatch.setattr("kvoffload.runtime.disk_catalog.load_index", lambda *_: steps(side, 200))
     portal.index.release()
-    assert warnings(logged) == [("disk", "index")]
+    assert warned() == [("disk", "index")]
     side.close()
 
 
-def test_an_idle_engine_logs_no_warning(tmp_path: Path, logged: list[dict[str, Any]]) -> None:
+def test_an_idle_engine_logs_no_warning(tmp_path: Path, warned: Warned) -> None:
     side = Side(portal=held(), disk=tmp_path)
     steps(side, 30, each_s=600.0)
-    assert warnings(logged) == []
+    assert warned() == []
     side.close()
 
 
+@pytest.mark.parametrize("fails", [False, True])
 def test_a_disk_that_opened_or_failed_causes_no_warning(
-    tmp_path: Path, logged: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, warned: Warned, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    opened = Side(portal=True, disk=tmp_path)
-    steps(opened, 500)
-    opened.close()
-
-    def fail(*_: object) -> None:
-        raise OSError("gone")
-
-    monkeypatch.setattr("kvoffload.runtime.disk_catalog.make_folder", fail)
-    failed = Side(portal=True, disk=tmp_path)
-    steps(failed, 500)
-    failed.close()
-    assert warnings(logged) == []
+    if fails:
+        gone = mock.Mock(side_effect=OSError("gone"))
+        monkeypatch.setattr("kvoffload.runtime.disk_catalog.make_folder", gone)
+    side = Side(portal=True, disk=tmp_path)
+    steps(side, 500)
+    assert warned() == []
+    side.close()
 
 
-def test_a_disk_that_failed_behind_a_locked_folder_causes_no_warning(
-    tmp_path: Path, logged: list[dict[str, Any]]
-) -> None:
+def test_a_disk_that_failed_behind_a_locked_folder_causes_no_warning(tmp_path: Path, warned: Warned) -> None:
     holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
     side = Side(portal=True, disk=tmp_path, opens_files=False)
     side.side.reported([TransferReport(Rank(0), (), 8, disk_works=False)])
     holder.close()
     side.portal.advance(LOCK_PAUSE_S)
     steps(side, 200)
-    assert warnings(logged) == []
+    assert warned() == []
     side.close()

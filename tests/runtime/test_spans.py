@@ -23,8 +23,6 @@ from tests.runtime.parts import BLOCK, RELOAD, TIMEOUT_S, Side, loading
 from tests.settings import make_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from opentelemetry.sdk.trace import ReadableSpan
 
 URL = "http://127.0.0.1:9/v1/traces"
@@ -32,7 +30,19 @@ TRACE, PARENT = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 TRACE_PARENT = f"00-{TRACE:032x}-{PARENT:016x}-01"
 START_S = 100.0
 
-Traced = tuple[Side, InMemorySpanExporter]
+
+class Traced(Side):
+    """A side with a test's exporter of spans."""
+
+    def __init__(self, exporter: InMemorySpanExporter | None = None, **options: Any) -> None:  # noqa: ANN401
+        self.exporter = exporter or InMemorySpanExporter()
+        config = make_config(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=URL)
+        with mock.patch.object(spans, "make_exporter", return_value=self.exporter):
+            super().__init__(portal=True, config=config, **options)
+
+    def finished(self) -> list[ReadableSpan]:
+        self.close()
+        return list(self.exporter.get_finished_spans())
 
 
 @pytest.fixture(autouse=True)
@@ -42,30 +52,6 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"OTEL_{name}", raising=False)
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         monkeypatch.delenv(name, raising=False)
-
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Side]:
-    """Return a function that makes a side with this exporter."""
-
-    def make_side(exporter: object, **options: Any) -> Side:  # noqa: ANN401  # those of a side
-        monkeypatch.setattr(spans, "make_exporter", lambda endpoint: exporter)
-        config = make_config(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=URL)
-        return Side(portal=True, config=config, **options)
-
-    return make_side
-
-
-@pytest.fixture
-def traced(make: Callable[..., Side]) -> Traced:
-    exporter = InMemorySpanExporter()
-    return make(exporter), exporter
-
-
-def finished(traced: Traced) -> list[ReadableSpan]:
-    side, exporter = traced
-    side.close()
-    return list(exporter.get_finished_spans())
 
 
 def of_request(found: Sequence[ReadableSpan], name: str) -> dict[str, ReadableSpan]:
@@ -93,11 +79,11 @@ def children(found: Sequence[ReadableSpan], parent: ReadableSpan) -> dict[str, R
     return {span.name.removeprefix("kvoffload."): span for span in inside}
 
 
-# -- contents -----------------------------------------------------------------------------------------------------------
+# -- contents ---------------------------------------------------------------------------------------------------
 
 
-def test_a_request_with_a_load_has_spans_from_its_lookup_to_its_end(traced: Traced) -> None:
-    side, _ = traced
+def test_a_request_with_a_load_has_spans_from_its_lookup_to_its_end() -> None:
+    side = Traced()
     side.stored()
     request = side.seen("a", trace_parent=TRACE_PARENT)
     side.clock.jump(1)
@@ -109,7 +95,7 @@ def test_a_request_with_a_load_has_spans_from_its_lookup_to_its_end(traced: Trac
     side.done(plan, queued_s=0.5, copy_s=1.0)
     side.clock.jump(1)
     side.ended("a")
-    found = finished(traced)
+    found = side.finished()
     reported = of_request(found, "a")
     assert {name: times(span) for name, span in reported.items()} == {
         "request": (0, 6),
@@ -128,13 +114,13 @@ def test_a_request_with_a_load_has_spans_from_its_lookup_to_its_end(traced: Trac
     assert all(span.status.status_code is StatusCode.UNSET for span in found)
 
 
-def test_request_spans_continue_the_callers_trace(traced: Traced) -> None:
-    side, _ = traced
+def test_request_spans_continue_the_callers_trace() -> None:
+    side = Traced()
     side.stored()  # this request has no parent span
     side.ended(side.seen("a", trace_parent=TRACE_PARENT))
     side.ended(side.seen("b", trace_parent="00-no-header-at-all"))
     side.seen("open", trace_parent=TRACE_PARENT)
-    found = finished(traced)
+    found = side.finished()
     reported = of_request(found, "a")
     assert reported["request"].parent is not None
     assert reported["request"].parent.span_id == PARENT
@@ -147,13 +133,12 @@ def test_request_spans_continue_the_callers_trace(traced: Traced) -> None:
     assert set(unfinished) == {"request", "lookup"}
 
 
-def test_stores_evictions_and_resets_have_spans(make: Callable[..., Side]) -> None:
-    exporter = InMemorySpanExporter()
-    side = make(exporter, slots=4)
+def test_stores_evictions_and_resets_have_spans() -> None:
+    side = Traced(slots=4)
     side.stored("p")
     side.stored("q")
     side.side.reset()
-    found = finished((side, exporter))
+    found = side.finished()
     _, second = (span for span in found if span.name == "kvoffload.store")
     assert second.parent is None
     assert set(children(found, second)) == {"queued", "copy"}
@@ -168,8 +153,8 @@ def test_stores_evictions_and_resets_have_spans(make: Callable[..., Side]) -> No
 
 
 @pytest.mark.parametrize("steps", [1, 0])
-def test_a_first_token_is_an_event_of_its_requests_span(traced: Traced, steps: int) -> None:
-    side, _ = traced
+def test_a_first_token_is_an_event_of_its_requests_span(steps: int) -> None:
+    side = Traced()
     side.side.seen(facts.RequestSeen(RequestId("a"), BLOCK, ((),)), lambda: True)
     side.side.lookup(RequestId("a"), 0)
     side.allocated("a", blocks=1)
@@ -177,39 +162,37 @@ def test_a_first_token_is_an_event_of_its_requests_span(traced: Traced, steps: i
     for _ in range(steps):
         side.step()
     side.ended("a")
-    found = finished(traced)
+    found = side.finished()
     assert side.counts.samples("kvoffload_first_token_seconds", "nothing") == 1
     events = of_request(found, "a")["request"].events
     reached = [(event.name, (event.attributes or {})["kvoffload.seconds"]) for event in events]
     assert reached == [("FirstTokenReached", 2.0)] * steps
 
 
-def test_a_failed_load_is_an_error(traced: Traced) -> None:
-    side, _ = traced
+def test_a_failed_load_is_an_error() -> None:
+    side = Traced()
     side.done(loading(side), CopyOutcome.FAILED)
     side.ended("a")
-    reported = of_request(finished(traced), "a")
+    reported = of_request(side.finished(), "a")
     for name in ("load", "load_wait"):
         assert reported[name].status.status_code is StatusCode.ERROR
         assert reported[name].status.description == "failed"
 
 
-def test_no_key_is_in_any_span(traced: Traced) -> None:
-    side, _ = traced
+def test_no_key_is_in_any_span() -> None:
+    side = Traced()
     side.stored("secret-key-")
     assert "secret" in str(side.pool.names)
-    found = finished(traced)
+    found = side.finished()
     assert found
     assert "secret-key-0" not in "".join(span.to_json() for span in found)
 
 
-def test_the_resource_names_the_engine_and_follows_the_environment(
-    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_resource_names_the_engine_and_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = InMemorySpanExporter()
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=chat,zone=a")
     for _ in range(2):
-        side = make(exporter)
+        side = Traced(exporter)
         side.stored()
         side.close()
         exporter._stopped = False
@@ -224,12 +207,12 @@ def test_the_resource_names_the_engine_and_follows_the_environment(
     assert ended.get_finished_spans()[0].resource.attributes["service.name"] == "kvoffload"
 
 
-def test_span_ids_are_unique_and_do_not_change_the_engines_random_numbers(make: Callable[..., Side]) -> None:
+def test_span_ids_are_unique_and_do_not_change_the_engines_random_numbers() -> None:
     exporter = InMemorySpanExporter()
     drawn = []
     for _ in range(2):
         random.seed(0)
-        side = make(exporter)
+        side = Traced(exporter)
         exporter._stopped = False
         side.stored()
         side.close()
@@ -240,10 +223,10 @@ def test_span_ids_are_unique_and_do_not_change_the_engines_random_numbers(make: 
     assert len(ids) == len(set(ids)) > 4
 
 
-def test_a_long_run_does_not_accumulate_spans(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_does_not_accumulate_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel, "_REMEMBERED", 8)
     monkeypatch.setattr(timeline, "_JOBS", 8)
-    side, _ = traced
+    side = Traced()
     side.stored()
     for number in range(20):
         name = f"r{number}"
@@ -261,17 +244,16 @@ def test_a_long_run_does_not_accumulate_spans(traced: Traced, monkeypatch: pytes
     side.close()
 
 
-def test_the_environments_sampler_is_used(make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environments_sampler_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
-    exporter = InMemorySpanExporter()
-    side = make(exporter)
+    side = Traced()
     side.stored()
     side.ended(side.seen("a", trace_parent=TRACE_PARENT))
-    found = finished((side, exporter))
+    found = side.finished()
     assert {span.context.trace_id for span in found if span.context} == {TRACE}
 
 
-# -- what a bad collector costs -----------------------------------------------------------------------------------------
+# -- what a bad collector costs ---------------------------------------------------------------------------------
 
 
 class Failing(InMemorySpanExporter):
@@ -297,25 +279,22 @@ def work(side: Side) -> list[object]:
     return received
 
 
-def test_refused_batches_are_counted_and_logged_once(
-    make: Callable[..., Side], caplog: pytest.LogCaptureFixture
-) -> None:
-    side = make(Failing())
+def test_refused_batches_are_counted_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    side = Traced(Failing())
     assert work(side) == work(Side())
     side.close()
     assert side.counts.total("kvoffload_span_export_errors_total") > 1
     assert caplog.text.count("spans_not_sent") == 1
 
 
-def test_a_blocking_exporter_changes_nothing_and_dropped_spans_are_counted(
-    make: Callable[..., Side], monkeypatch: pytest.MonkeyPatch
+def test_a_blocking_exporter_changes_nothing_and_its_drops_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = spans.SpanObserver.subscribe
     monkeypatch.setattr(
         spans.SpanObserver, "subscribe", lambda self, bus, failed: whole(self, bus, failed, capacity=16)
     )
-    exporter = InMemorySpanExporter()
-    side = make(exporter)
+    side = Traced()
     held = side.portal.extra
     held.hold()  # the exporter's thread stops in its first batch
     side.seen("early")
@@ -329,14 +308,14 @@ def test_a_blocking_exporter_changes_nothing_and_dropped_spans_are_counted(
     side.portal.advance(0)
     side.ended("early")
     side.ended(side.seen("late"))
-    found = finished((side, exporter))
+    found = side.finished()
     assert side.side.gauges()["kvoffload_bus_dropped_total"]["spans",] == dropped
     for name, end in (("early", "unfinished"), ("late", "ended")):
         assert attributes(of_request(found, name)["request"])["kvoffload.end"] == end
 
 
-def test_shutdown_waits_only_briefly_for_a_collector(make: Callable[..., Side]) -> None:
-    side = make(InMemorySpanExporter())
+def test_shutdown_waits_only_briefly_for_a_collector() -> None:
+    side = Traced()
     side.portal.extra.hold()
     side.stored()
     before = side.clock.monotonic()
@@ -344,7 +323,7 @@ def test_shutdown_waits_only_briefly_for_a_collector(make: Callable[..., Side]) 
     assert 5 <= side.clock.monotonic() - before < 6
 
 
-# -- the exporter -------------------------------------------------------------------------------------------------------
+# -- the exporter -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -379,9 +358,7 @@ def test_without_the_packages_a_configured_collector_is_refused_and_the_environm
     assert Side(config=make_config()).side.observation.spans is None
 
 
-def test_without_a_setting_the_environments_collector_is_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_setting_the_environments_collector_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = mock.Mock(return_value=InMemorySpanExporter())
     monkeypatch.setattr(spans, "make_exporter", exporter)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/theirs")
