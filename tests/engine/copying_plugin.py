@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING
 
 from kvoffload.engine import Engine, Token
 from kvoffload.engine.groups import first_needed_block
 from kvoffload.engine.plugin import EngineFacts, LoadResults, SchedulerPlugin, WorkerPlugin
-from tests.engine.tiny import Settings, run, tiny_engine, tokens
+from tests.engine.tiny import run, tiny_engine, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -223,14 +223,12 @@ class CopyingScheduler(SchedulerPlugin):
                     del table[position]
 
 
-def engine_with_plugin(kind: str = "full", **settings: Unpack[Settings]) -> tuple[Engine, CopyingPlugin]:
+def engine_with_plugin(kind: str = "full", **settings: object) -> tuple[Engine, CopyingPlugin]:
     plugin = CopyingPlugin()
     return tiny_engine(kind, plugin, **settings), plugin
 
 
-def returning(
-    kind: str = "full", **settings: Unpack[Settings]
-) -> tuple[Engine, CopyingScheduler, list[Token]]:
+def returning(kind: str = "full", **settings: object) -> tuple[Engine, CopyingScheduler, list[Token]]:
     """Return an engine without cached blocks, its plugin, which has stored 40 tokens, and the answer to these."""
     engine, plugin = engine_with_plugin(kind, **settings)
     first = run(engine, tokens(40))

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kvoffload.engine import Engine, EngineStopped, SamplingParams, Token, TokenStream
 from tests.engine.copying_plugin import CopyingPlugin
-from tests.engine.tiny import Settings, assert_idle, assert_same, run, tiny_config, tiny_engine, tokens
+from tests.engine.tiny import assert_idle, assert_same, run, tiny_config, tiny_engine, tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -41,8 +41,8 @@ def in_virtual_time(story: Callable[[], Coroutine[Any, Any, None]]) -> Callable[
     return test
 
 
-def engine_in_loop(plugin_instance: CopyingPlugin | None = None, **settings: Unpack[Settings]) -> Engine:
-    return Engine(tiny_config(**settings), plugin_instance)
+def engine_in_loop(plugin: CopyingPlugin | None = None) -> Engine:
+    return Engine(tiny_config(), plugin)
 
 
 @in_virtual_time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,17 +25,6 @@ SPANS: dict[str, dict[str, int]] = {
 }
 
 
-class Settings(TypedDict, total=False):
-    model: dict[str, int]
-    num_blocks: int | None
-    max_model_len: int
-    step_tokens: int
-    max_requests: int
-    ranks: int
-    device: str
-    plugin_config: dict[str, object]
-
-
 def tiny_model(kind: str, overrides: dict[str, int]) -> ModelConfig:
     dims = {"vocab_size": 64, "hidden_size": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_size": 48}
     layers = {"layers": 2} if kind == "full" else {"layers": 3, "local_per_full": 2}
@@ -43,18 +32,22 @@ def tiny_model(kind: str, overrides: dict[str, int]) -> ModelConfig:
     return ModelConfig(**settings)
 
 
-def tiny_config(kind: str = "full", **overrides: Unpack[Settings]) -> EngineConfig:
-    usual: Settings = {"num_blocks": 200, "max_model_len": 128, "step_tokens": 16}
-    settings: dict[str, Any] = {"block_tokens": BLOCK, **usual, **overrides}
-    return EngineConfig(**{**settings, "model": tiny_model(kind, overrides.get("model", {}))})
+def tiny_config(
+    kind: str = "full", *, model: dict[str, int] | None = None, **settings: object
+) -> EngineConfig:
+    usual = {"block_tokens": BLOCK, "num_blocks": 200, "max_model_len": 128, "step_tokens": 16}
+    given: dict[str, Any] = {**usual, **settings}
+    return EngineConfig(model=tiny_model(kind, model or {}), **given)
 
 
 def tiny_engine(
-    kind: str = "full", plugin_instance: EnginePlugin | None = None, **overrides: Unpack[Settings]
+    kind: str = "full",
+    plugin_instance: EnginePlugin | None = None,
+    **settings: Any,  # noqa: ANN401
 ) -> Engine:
     """Return an engine that the test steps. Each reading of its clock adds one second."""
     ticks = iter(range(1_000_000))
-    return Engine(tiny_config(kind, **overrides), plugin_instance, clock=lambda: float(next(ticks)))
+    return Engine(tiny_config(kind, **settings), plugin_instance, clock=lambda: float(next(ticks)))
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:

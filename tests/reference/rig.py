@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.engine import Engine, EngineConfig, SamplingParams, Token, TokenStream
 from kvoffload.model.engine import Promises
@@ -38,30 +38,24 @@ TOLERANCE = 1e-3
 STEP_S = 0.02  # in fake seconds; longer than any pause of the pump
 
 
-class Options(TypedDict, total=False):
-    num_blocks: int | None
-    step_tokens: int
-    max_requests: int
-    ranks: int
-    store_policy: str
-    host_blocks: int
-    timeout_s: float
-    extra: dict[str, object]
-    promises: Promises
-    starts_ready: bool
-
-
-def config_of(kind: str, **options: Unpack[Options]) -> EngineConfig:
-    model = {"layers": LAYERS[kind]}
-    ranks = options.get("ranks", 1)
-    plugin_config: dict[str, object] = {
-        "store_policy": options.get("store_policy", "eager"),
-        "host_bytes": options.get("host_blocks", PLENTY) * ranks * slot_bytes(kind, ranks),
-        "transfer_timeout_s": options.get("timeout_s", TIMEOUT_S),
-        **options.get("extra", {}),
+def config_of(
+    kind: str,
+    *,
+    ranks: int = 1,
+    store_policy: str = "eager",
+    host_blocks: int = PLENTY,
+    timeout_s: float = TIMEOUT_S,
+    extra: Mapping[str, object] | None = None,
+    **sizes: object,
+) -> EngineConfig:
+    """Return the configuration of an engine with the plugin. `extra` are further settings of the plugin."""
+    plugin_config = {
+        "store_policy": store_policy,
+        "host_bytes": host_blocks * ranks * slot_bytes(kind, ranks),
+        "transfer_timeout_s": timeout_s,
+        **(extra or {}),
     }
-    given = "num_blocks", "step_tokens", "max_requests"
-    sizes: dict[str, Any] = {name: size for name, size in options.items() if name in given}
+    model = {"layers": LAYERS[kind]}
     return tiny_config(kind, model=model, ranks=ranks, plugin_config=plugin_config, **sizes)
 
 
@@ -77,7 +71,14 @@ class Rig:
     The copies are real. A copy ends as soon as it is submitted, unless the test has called `hold()`.
     """
 
-    def __init__(self, kind: str = "full", **options: Unpack[Options]) -> None:
+    def __init__(
+        self,
+        kind: str = "full",
+        *,
+        promises: Promises | None = None,
+        starts_ready: bool = True,
+        **options: Any,  # noqa: ANN401  # those of `config_of`
+    ) -> None:
         self.kind = kind
         self.clock = FakeClock()
         self.copiers: list[GatedCopier] = []
@@ -88,11 +89,11 @@ class Rig:
             clocks=Clocks(now, now, self.clock.sleep),
             clock=self.clock,
             make_copier=self._make_copier,
-            promises=options.get("promises"),
+            promises=promises,
         )
         self.engine = Engine(config_of(kind, **options), self.plugin, clock=now)
         self.streams: list[tuple[tuple[int, ...], int, TokenStream]] = []
-        if options.get("starts_ready", True):
+        if starts_ready:
             self.portal.advance()
             self.engine.step()  # this step reports the host memory to the scheduler's side
 
@@ -228,7 +229,7 @@ def assert_exclusive(tickets: Sequence[GatedTicket]) -> None:
 
 
 @contextmanager
-def rig(kind: str = "full", **options: Unpack[Options]) -> Iterator[Rig]:
+def rig(kind: str = "full", **options: Any) -> Iterator[Rig]:  # noqa: ANN401  # those of `Rig`
     made = Rig(kind, **options)
     try:
         yield made

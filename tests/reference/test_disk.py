@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,10 +20,12 @@ from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.telemetry.exporter import KVOffloadCollector
 from tests.captured_logs import capture_logs
 from tests.conservation import conservation
-from tests.reference.rig import BLOCK, KINDS, TIMEOUT_S, Options, Rig, open_loads, rig, slot_bytes, text
+from tests.reference.rig import BLOCK, KINDS, TIMEOUT_S, Rig, open_loads, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
 MORE = [text(seed, 10 * BLOCK) for seed in range(2, 12)]
+
+NONE: Mapping[str, object] = {}
 
 StartEngine = Callable[..., Rig]
 
@@ -34,16 +35,14 @@ def start(tmp_path: Path) -> Iterator[StartEngine]:
     """Yield a function that ends the previous engine and starts another one on the test's folder."""
     with ExitStack() as running:
 
-        def begin(kind: str = "full", folder: str = "disk", **options: Unpack[Options]) -> Rig:
+        def begin(
+            kind: str = "full", folder: str = "disk", ranks: int = 1, extra: Mapping[str, object] = NONE
+        ) -> Rig:
             running.pop_all().close()
-            extra = {
-                "disk_path": tmp_path / folder,
-                "disk_bytes": options.get("ranks", 1) * (4096 + 400 * (slot_bytes(kind) + 4096)),
-                **options.pop("extra", {}),
-            }
-            options["extra"] = extra
-            options.setdefault("host_blocks", {"full": 48, "recurrent": 160}.get(kind, 192))
-            made = running.enter_context(rig(kind, **options))
+            disk_bytes = ranks * (4096 + 400 * (slot_bytes(kind) + 4096))
+            settings = {"disk_path": tmp_path / folder, "disk_bytes": disk_bytes, **extra}
+            host_blocks = {"full": 48, "recurrent": 160}.get(kind, 192)
+            made = running.enter_context(rig(kind, ranks=ranks, host_blocks=host_blocks, extra=settings))
             made.drain()  # this reads the index and passes it to the core
             return made
 
@@ -104,8 +103,8 @@ def test_r18_the_next_engine_finds_put_blocks_only_with_the_same_tier_key(
     start: StartEngine, tmp_path: Path, ranks: int
 ) -> None:
     key, other = key_file(tmp_path / "a"), key_file(tmp_path / "b")
-    leave_on_disk(start(ranks=ranks, extra={**key}))
-    found = [fetched(start(ranks=ranks, extra={**extra})) > 0 for extra in ({}, other, key)]
+    leave_on_disk(start(ranks=ranks, extra=key))
+    found = [fetched(start(ranks=ranks, extra=extra)) > 0 for extra in ({}, other, key)]
     assert found == [False, False, True]
 
 
@@ -127,11 +126,11 @@ def test_r17_with_a_tier_key_blocks_forged_with_their_checksums_are_not_served(
     start: StartEngine, tmp_path: Path, has_key: bool
 ) -> None:
     key, extra = TierKey(b"a" * 32) if has_key else None, key_file(tmp_path / "a") if has_key else {}
-    leave_on_disk(start(extra={**extra}))
+    leave_on_disk(start(extra=extra))
     start(folder="another")  # starting another engine ends the first one
     [folder] = tmp_path.glob("disk/*/replica0")
     forge(folder, None if key is None else key.of(folder.parent.name))
-    made = start(extra={**extra})
+    made = start(extra=extra)
     # Without a key, the engine serves the forged blocks, so the tokens differ.
     with nullcontext() if has_key else pytest.raises(AssertionError):
         made.run(PROMPT)
@@ -219,7 +218,7 @@ def test_on_a_smaller_disk_the_blocks_of_the_remaining_slots_are_found(
     start: StartEngine, tmp_path: Path, has_key: bool
 ) -> None:
     key = key_file(tmp_path / "a") if has_key else {}
-    made = start(extra={**key})
+    made = start(extra=key)
     made.run(MORE[0])
     made.run(MORE[0])
     settle(made)

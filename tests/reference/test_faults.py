@@ -11,7 +11,7 @@ from kvoffload.engine import Engine
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 from kvoffload_reference.plugin import ReferencePlugin
-from tests.reference.rig import KINDS, Options, config_of, on_host_only, rig, slot_bytes, text
+from tests.reference.rig import KINDS, config_of, on_host_only, rig, slot_bytes, text
 
 PATIENCE_S = 30
 
@@ -41,23 +41,23 @@ def test_the_engine_continues_without_the_portals_thread(kind: str) -> None:
 
 # -- a failed start ---------------------------------------------------------------------------------------------
 
-BAD: list[tuple[Options, str]] = [
-    ({"extra": {"host_byte": 5, "store_policy": "soon"}}, "store_policy is 'soon'.*did you mean host_bytes"),
-    ({"extra": {"host_bytes": slot_bytes("full") - 1}}, "below one block"),
-    ({"extra": {"host_bytes": 2**60}}, "above"),
-    ({"extra": {"journal_path": "/proc/nowhere/journal"}}, "journal_path"),
-    ({"extra": {"verify": "full"}, "promises": Promises(recovers_loads=False)}, "let the engine recompute"),
+BAD: list[tuple[dict[str, object], str]] = [
+    ({"host_byte": 5, "store_policy": "soon"}, "store_policy is 'soon'.*did you mean host_bytes"),
+    ({"host_bytes": slot_bytes("full") - 1}, "below one block"),
+    ({"host_bytes": 2**60}, "above"),
+    ({"journal_path": "/proc/nowhere/journal"}, "journal_path"),
+    ({"verify": "full"}, "verify is 'full'.*let the engine recompute"),
 ]
 
 
-@pytest.mark.parametrize(("options", "problem"), BAD)
+@pytest.mark.parametrize(("settings", "problem"), BAD)
 def test_bad_settings_stop_the_start_with_one_error_and_leave_nothing_running(
-    options: Options, problem: str, caplog: pytest.LogCaptureFixture
+    settings: dict[str, object], problem: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = set(threading.enumerate())
-    plugin = ReferencePlugin(promises=options.get("promises"))
+    plugin = ReferencePlugin(promises=Promises(recovers_loads=False))
     with pytest.raises(ConfigError, match=problem):
-        Engine(config_of("full", **options), plugin, clock=lambda: 0.0)
+        Engine(config_of("full", extra=settings), plugin, clock=lambda: 0.0)
     assert_no_threads_but(before)
     gc.collect()  # this would report a task that was left pending
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
