@@ -29,7 +29,7 @@ def test_a_block_with_one_flipped_bit_is_counted_and_computed_again(
         made.workers[rank].pump._arena.pages(slots[-1])[0][0] ^= 1 << 3
         again = reload(made)
         assert slots[-1] in again
-        reload(made)  # the corrupt block has been replaced
+        reload(made)  # this load is not corrupt any more
         assert made.count("load_blocks", "corrupt") == 1
         assert made.count("load_blocks", "failed") == len(again) - 1
         assert made.count("transfers", "host", "load", "corrupt") == 1

@@ -10,9 +10,7 @@ from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading, storing
 from tests.settings import make_config
 
 PER_TOKEN_S = 0.01
-COMPUTING_S = (
-    RELOAD * PER_TOKEN_S
-)  # how long a side with `measure_prefill` takes to compute what a load brings
+COMPUTING_S = RELOAD * PER_TOKEN_S  # the duration of computing the tokens of one load
 
 
 def saved(side: Side) -> float:
