@@ -77,7 +77,7 @@ async def test_the_engine_polls_twice_per_millisecond_while_only_a_load_is_open(
     plugin = CopyingPlugin()
     async with engine_in_loop(plugin) as engine:
         await _collect(engine.submit(tokens(40), SamplingParams(2)))
-        engine.pool.reset_prefix_cache()
+        plugin.keep(tokens(40))
         plugin.scheduler.hold_loads = True
         stream = engine.submit(tokens(40), SamplingParams(2))
         before = engine.statistics().steps
@@ -141,7 +141,7 @@ async def test_stopping_waits_until_open_loads_have_ended() -> None:
     plugin = CopyingPlugin()
     async with engine_in_loop(plugin) as engine:
         await _collect(engine.submit(tokens(40), SamplingParams(2)))
-        engine.pool.reset_prefix_cache()
+        plugin.keep(tokens(40))
         plugin.scheduler.hold_loads = True
         engine.submit(tokens(40))
         await asyncio.sleep(0.01)

@@ -208,7 +208,6 @@ def test_a_request_aborted_while_loading_keeps_its_blocks_and_its_id_until_the_l
     for _ in range(3):
         engine.step()
         assert engine.audit() == []
-        # the request keeps its blocks even if the plugin does not lease them
         assert engine._scheduler.loading["gone"].held_blocks == 9
     with pytest.raises(ValueError, match="'gone' is open"):
         engine.submit(tokens(40), request_id="gone")
