@@ -11,7 +11,6 @@ from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
-from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
@@ -72,18 +71,18 @@ class Side:
         *,
         portal: Portal | bool = False,
         slots: int = 50,
-        config: OffloadConfig | None = None,
         ranks: int = 1,
         disk: Path | None = None,
         opens_files: bool = True,
         remote: RemotePlace | None = None,
+        **settings: object,
     ) -> None:
         self.clock = FakeClock(100.0)
         self.pool = Pool()
         self.portal: Any = ManualPortal(self.clock) if portal is True else portal or None
         self.side = SchedulerSide(
             replace(SHAPE, ranks=ranks),
-            config or make_config(transfer_timeout_s=TIMEOUT_S),
+            make_config(**{"transfer_timeout_s": TIMEOUT_S, **settings}),
             self.pool,
             portal=self.portal,
             clocks=Clocks(self.clock.monotonic, self.clock.monotonic, self.clock.sleep),

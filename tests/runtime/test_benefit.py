@@ -6,8 +6,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import AUTO
 from kvoffload.model.events import NetBenefitTurned
 from kvoffload.runtime.benefit import NEVER_TOKENS, BreakEven
-from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading, storing
-from tests.settings import make_config
+from tests.runtime.parts import RELOAD, Side, loading, storing
 
 PER_TOKEN_S = 0.01
 COMPUTING_S = RELOAD * PER_TOKEN_S  # the duration of computing the tokens of one load
@@ -116,7 +115,7 @@ def decode(side: Side, seconds: float, count: int = 400) -> None:
 
 @pytest.mark.parametrize(("direction", "other"), [("store", "load"), ("load", "store")])
 def test_the_extra_time_of_steps_during_copies_counts_as_a_cost(direction: str, other: str) -> None:
-    side = Side(config=make_config(transfer_timeout_s=1e6))
+    side = Side(transfer_timeout_s=1e6)
     side.seen("d")
     decode(side, 0.010)
     assert (lost(side, "store"), lost(side, "load")) == (0, 0)
@@ -255,13 +254,9 @@ def test_the_time_of_a_copy_is_the_mean_of_its_ranks() -> None:
 # -- min_load_tokens = "auto" -----------------------------------------------------------------------------------
 
 
-def auto() -> Side:
-    return Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO))
-
-
-def auto_after(wait_s: float) -> Side:
+def measured_side(wait_s: float) -> Side:
     """Return a side that has measured a load of this duration, and a prefill of 10 ms per token."""
-    side = auto()
+    side = Side(min_load_tokens=AUTO)
     measure_prefill(side)
     load(side, wait_s=wait_s)
     side.clock.jump(1.0)  # the side uses the measurements from now on
@@ -271,7 +266,7 @@ def auto_after(wait_s: float) -> Side:
 
 @pytest.mark.parametrize(("wait_s", "answer"), [(COMPUTING_S, RELOAD), (COMPUTING_S + 0.01, 0)])
 def test_auto_declines_hits_that_take_longer_to_load(wait_s: float, answer: int) -> None:
-    side = auto_after(wait_s)
+    side = measured_side(wait_s)
     assert side.side.lookup(side.seen("b"), 0) == answer
     side.allocated("b", answer)
     # The lookup found 12 of 13 tokens. If the hit is declined, that is the cause of the missing blocks;
@@ -280,13 +275,13 @@ def test_auto_declines_hits_that_take_longer_to_load(wait_s: float, answer: int)
 
 
 def test_auto_accepts_hits_of_one_block_until_it_has_measured() -> None:
-    side = auto()
+    side = Side(min_load_tokens=AUTO)
     side.stored()
     assert side.side.lookup(side.seen("b"), RELOAD - 4) == 4
 
 
 def test_auto_decides_once_per_request() -> None:
-    side = auto_after(0.01)
+    side = measured_side(0.01)
     early = side.seen("b")
     assert side.side.lookup(early, 0) == RELOAD
     slow = side.seen("slow")
@@ -302,7 +297,7 @@ def test_auto_decides_once_per_request() -> None:
 
 
 def test_measurements_do_not_change_a_configured_minimum() -> None:
-    side = Side(config=make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=4))
+    side = Side(min_load_tokens=4)
     measure_prefill(side)
     load(side, wait_s=25.0)
     side.step(("a", RELOAD))

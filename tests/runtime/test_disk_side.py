@@ -20,7 +20,6 @@ from kvoffload.model.wire import Direction, JobReport, TransferPlan
 from kvoffload.runtime import disk_catalog
 from tests.captured_logs import capture_logs
 from tests.runtime.parts import BLOCK, IDENTITY, RELOAD, TIMEOUT_S, Side, loading, storing
-from tests.settings import make_config
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
@@ -32,12 +31,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Yield a function that closes the previous side and starts one on the same folder. Its index has been read."""
     with ExitStack() as running:
 
-        def begin(between: Callable[[], object] | None = None, **settings: object) -> Side:
+        def begin(between: Callable[[], object] | None = None, disk_drain_s: float = 3.0) -> Side:
             running.close()
             if between is not None:
                 between()
-            config = make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens=AUTO, **settings)
-            made = Side(portal=True, disk=tmp_path, config=config)
+            made = Side(portal=True, disk=tmp_path, min_load_tokens=AUTO, disk_drain_s=disk_drain_s)
             running.callback(made.close)
             made.step()
             made.step()

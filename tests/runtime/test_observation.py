@@ -9,8 +9,7 @@ from kvoffload.model import facts
 from kvoffload.telemetry.logging import LogObserver
 from kvoffload.telemetry.records import read_journal
 from tests.operations import calls
-from tests.runtime.parts import TIMEOUT_S, Side
-from tests.settings import make_config
+from tests.runtime.parts import Side
 
 
 def test_an_observer_that_raises_is_removed_counted_and_logged(
@@ -54,9 +53,8 @@ def test_messages_dropped_by_unknown_observers_share_one_series() -> None:
 
 def test_the_journals_file_is_complete_and_closed_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "journal"
-    config = make_config(transfer_timeout_s=TIMEOUT_S, journal_path=path)
     for _ in range(2):  # only one side at a time can lock the file
-        side = Side(portal=True, config=config)
+        side = Side(portal=True, journal_path=path)
         side.stored()
         side.close()
     assert not any(side.side.gauges()["kvoffload_bus_dropped_total"].values())
@@ -69,7 +67,7 @@ def test_the_journals_file_is_complete_and_closed_at_the_end(tmp_path: Path) -> 
 def test_a_journal_that_can_no_longer_be_written_is_counted_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    side = Side(portal=True, config=make_config(journal_path=tmp_path / "journal"))
+    side = Side(portal=True, journal_path=tmp_path / "journal")
     assert side.side.observation.journal._file is not None
     side.side.observation.journal._file.close()
     side.side.reset()
@@ -107,8 +105,7 @@ def test_close_waits_only_briefly_for_an_observer_that_never_ends(monkeypatch: p
 
 @pytest.mark.slow
 def test_a_stopped_observer_costs_the_hooks_no_extra_calls(tmp_path: Path) -> None:
-    config = make_config(transfer_timeout_s=TIMEOUT_S, journal_path=tmp_path / "journal")
-    side = Side(portal=True, config=config)
+    side = Side(portal=True, journal_path=tmp_path / "journal")
     side.seen("d")
 
     def steps() -> None:

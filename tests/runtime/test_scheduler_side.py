@@ -192,7 +192,7 @@ def test_the_bytes_of_all_ranks_are_summed_while_memory_becomes_ready() -> None:
 
 
 def test_the_info_metric_has_versions_and_settings() -> None:
-    side = Side(config=make_config(verify="sample", min_load_tokens="auto"))
+    side = Side(verify="sample", min_load_tokens="auto")
     ((labels, number),) = side.side.gauges()["kvoffload_info"].items()
     assert number == 1
     assert labels[1:] == ("unknown", "unknown", "eager", "sample", "auto")
@@ -277,5 +277,5 @@ def test_checksums_are_refused_if_the_engine_does_not_recompute_failed_loads() -
 def test_a_journal_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
     side = Side(portal=True)
     with pytest.raises(ConfigError, match="journal_path"):
-        SchedulerSide(SHAPE, make_config(journal_path=tmp_path / "no" / "j"), Pool(), portal=side.portal)
+        Side(portal=side.portal, journal_path=tmp_path / "no" / "journal")
     side.close()

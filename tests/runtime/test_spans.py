@@ -19,7 +19,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import RequestId
 from kvoffload.telemetry import otel, spans, timeline
-from tests.runtime.parts import BLOCK, RELOAD, TIMEOUT_S, Side, loading
+from tests.runtime.parts import BLOCK, RELOAD, Side, loading
 from tests.settings import make_config
 
 if TYPE_CHECKING:
@@ -36,9 +36,8 @@ class Traced(Side):
 
     def __init__(self, exporter: InMemorySpanExporter | None = None, **options: Any) -> None:  # noqa: ANN401
         self.exporter = exporter or InMemorySpanExporter()
-        config = make_config(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=URL)
         with mock.patch.object(spans, "make_exporter", return_value=self.exporter):
-            super().__init__(portal=True, config=config, **options)
+            super().__init__(portal=True, otlp_endpoint=URL, **options)
 
     def finished(self) -> list[ReadableSpan]:
         self.close()
@@ -350,22 +349,22 @@ def test_without_the_packages_a_configured_collector_is_refused_and_the_environm
     monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delattr("kvoffload.telemetry.otel", raising=False)
-    for start in (lambda: Side(config=config), lambda: spans.check_exporter(config)):
+    for start in (lambda: Side(otlp_endpoint=URL), lambda: spans.check_exporter(config)):
         with pytest.raises(ConfigError, match=r"opentelemetry.*install kvoffload\[otel\]"):
             start()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", URL)
     spans.check_exporter(make_config())
-    assert Side(config=make_config()).side.observation.spans is None
+    assert Side().side.observation.spans is None
 
 
 def test_without_a_setting_the_environments_collector_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter = mock.Mock(return_value=InMemorySpanExporter())
     monkeypatch.setattr(spans, "make_exporter", exporter)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "http://127.0.0.1:9/theirs")
-    for config in (make_config(), make_config(otlp_endpoint=URL)):
-        assert Side(config=config).side.observation.spans is not None
+    for side in (Side(), Side(otlp_endpoint=URL)):
+        assert side.side.observation.spans is not None
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "")
-    side = Side(config=make_config())
+    side = Side()
     assert side.side.observation.spans is None
     assert "spans" not in side.side.bus.feeds
     assert exporter.call_args_list == [mock.call("http://127.0.0.1:9/theirs"), mock.call(URL)]
@@ -395,7 +394,7 @@ def test_a_collector_receives_spans_over_http() -> None:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         url = f"http://127.0.0.1:{server.server_port}/spans/here"
-        side = Side(portal=True, config=make_config(transfer_timeout_s=TIMEOUT_S, otlp_endpoint=url))
+        side = Side(portal=True, otlp_endpoint=url)
         side.stored()
         side.close()
         server.shutdown()
