@@ -72,6 +72,12 @@ def leave_on_disk(made: Rig) -> None:
     settle(made)
 
 
+def leave_files(start: StartEngine, **options: object) -> None:
+    """Leave blocks on the disk, and end their engine by starting another one on another folder."""
+    leave_on_disk(start(**options))
+    start(folder="another")
+
+
 def settle(made: Rig) -> None:
     for _ in range(10):
         made.step()
@@ -126,8 +132,7 @@ def test_r17_with_a_tier_key_blocks_forged_with_their_checksums_are_not_served(
     start: StartEngine, tmp_path: Path, has_key: bool
 ) -> None:
     key, extra = TierKey(b"a" * 32) if has_key else None, key_file(tmp_path / "a") if has_key else {}
-    leave_on_disk(start(extra=extra))
-    start(folder="another")  # starting another engine ends the first one
+    leave_files(start, extra=extra)
     [folder] = tmp_path.glob("disk/*/replica0")
     forge(folder, None if key is None else key.of(folder.parent.name))
     made = start(extra=extra)
@@ -139,8 +144,7 @@ def test_r17_with_a_tier_key_blocks_forged_with_their_checksums_are_not_served(
 
 def test_no_file_and_no_log_line_contains_the_tier_key(start: StartEngine, tmp_path: Path) -> None:
     with capture_logs() as lines:
-        leave_on_disk(start(extra={**key_file(tmp_path / "a"), "journal_path": str(tmp_path / "journal")}))
-        start(folder="another")  # starting another engine ends the first one
+        leave_files(start, extra={**key_file(tmp_path / "a"), "journal_path": str(tmp_path / "journal")})
     texts = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert texts.pop("a") == b"a" * 32
     assert {"journal", "identity.json", "index", "slots0"} <= set(texts)
@@ -164,9 +168,7 @@ def test_r18_with_a_tier_key_renamed_files_of_other_weights_are_not_served(
     assert (fetched(start(extra={**key, "weights_id": "two"})) > 0) is not has_key
 
 
-def test_r18_after_a_reset_only_this_process_finds_blocks_and_only_later_ones(
-    start: StartEngine,
-) -> None:
+def test_r18_after_a_reset_only_this_process_finds_blocks_and_only_later_ones(start: StartEngine) -> None:
     made = start()
     leave_on_disk(made)
     assert made.offload.reset()
@@ -177,8 +179,7 @@ def test_r18_after_a_reset_only_this_process_finds_blocks_and_only_later_ones(
 
 
 def test_r18_a_reset_before_the_index_was_read_removes_its_blocks(start: StartEngine, tmp_path: Path) -> None:
-    leave_on_disk(start())
-    start(folder="another")
+    leave_files(start)
     extra = {"disk_path": tmp_path / "disk", "disk_bytes": 4096 + 400 * (slot_bytes("full") + 4096)}
     with rig("full", host_blocks=48, extra=extra, starts_ready=False) as second:
         assert second.offload.reset()
@@ -191,8 +192,7 @@ def test_r18_a_reset_before_the_index_was_read_removes_its_blocks(start: StartEn
 
 
 def test_blocks_with_flipped_bits_on_the_disk_are_computed_again(start: StartEngine, tmp_path: Path) -> None:
-    leave_on_disk(start())
-    start(folder="another")
+    leave_files(start)
     [path] = tmp_path.glob("disk/*/replica0/slots0")
     data = bytearray(path.read_bytes())
     for place in range(4096, len(data), 512):
@@ -204,8 +204,7 @@ def test_blocks_with_flipped_bits_on_the_disk_are_computed_again(start: StartEng
 
 
 def test_files_swapped_between_ranks_are_replaced(start: StartEngine, tmp_path: Path) -> None:
-    leave_on_disk(start(ranks=2))
-    start(folder="another")
+    leave_files(start, ranks=2)
     first, second = sorted(tmp_path.glob("disk/*/replica0/slots*"))
     first.rename(first.with_name("kept"))
     second.rename(first)

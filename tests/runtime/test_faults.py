@@ -29,9 +29,7 @@ def found() -> Side:
     return side
 
 
-def test_switching_off_is_logged_once_with_the_last_journal_lines(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_switching_off_is_logged_once_with_the_last_journal_lines(caplog: pytest.LogCaptureFixture) -> None:
     side = found()
     assert side.side.copies.by_request
     replace_handler(side.side.bus, facts.StepScheduled, boom)
@@ -73,9 +71,7 @@ def test_a_plan_that_raises_is_empty_and_leaves_no_request_waiting(
     assert not side.pool.leased
 
 
-def test_r5_leases_of_a_job_that_was_never_submitted_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_r5_leases_of_a_job_that_was_never_submitted_end(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side()
     side.seen("a")
     side.allocated("a")
@@ -151,9 +147,7 @@ def test_a_load_is_answered_once_even_if_the_core_repeats_its_answer() -> None:
     assert side.done(plan) == ([], [])
 
 
-def test_blocks_under_copies_that_the_core_lost_stay_leased(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_blocks_under_copies_that_the_core_lost_stay_leased(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side(ranks=2)
     plan = storing(side)
     monkeypatch.setattr(side.side.core.stores, "reported", boom)

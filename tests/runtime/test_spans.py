@@ -20,7 +20,6 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import RequestId
 from kvoffload.telemetry import otel, spans, timeline
 from tests.runtime.parts import BLOCK, RELOAD, Side, loading
-from tests.settings import make_config
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -341,19 +340,13 @@ def test_the_environment_names_the_protocol(
         spans.make_exporter(URL)
 
 
-def test_without_the_packages_a_configured_collector_is_refused_and_the_environments_is_ignored(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    config = make_config(otlp_endpoint=URL)
-    spans.check_exporter(config)
+def test_without_the_packages_only_a_configured_collector_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delattr("kvoffload.telemetry.otel", raising=False)
-    for start in (lambda: Side(otlp_endpoint=URL), lambda: spans.check_exporter(config)):
-        with pytest.raises(ConfigError, match=r"opentelemetry.*install kvoffload\[otel\]"):
-            start()
+    with pytest.raises(ConfigError, match=r"opentelemetry.*install kvoffload\[otel\]"):
+        Side(otlp_endpoint=URL)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", URL)
-    spans.check_exporter(make_config())
     assert Side().side.observation.spans is None
 
 
