@@ -241,12 +241,6 @@ def emptied(path: Path) -> None:
     os.truncate(path, 0)
 
 
-def of_a_newer_version(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[8] = 3
-    path.write_bytes(data)
-
-
 def of_other_files(path: Path) -> None:
     path.write_bytes(encode_header(IndexHeader(bytes(16), (b"another file id.",), 100)))
 
@@ -255,7 +249,6 @@ def of_other_files(path: Path) -> None:
     ("spoil", "reason"),
     [
         (emptied, "it is empty, or was erased by a reset"),
-        (of_a_newer_version, "its format is version 3, not 2"),
         (of_other_files, "it belongs to other slot files, which had 0 blocks"),
     ],
 )

@@ -1,25 +1,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from kvoffload.core.machine import JobState
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, EvictionCause
-from kvoffload.model.engine import Promises
-from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import BlocksEvicted, Event
 from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.wire import Direction, JobReport, TransferReport
 from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers
-from kvoffload.runtime.scheduler_side import SchedulerSide
 from tests.conservation import conservation, slot_problems
 from tests.core.audit import audit_side
-from tests.runtime.parts import RELOAD, SHAPE, TIMEOUT_S, Pool, Side, loading, storing
-from tests.settings import make_config
+from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading, storing
 
 # -- deadlines --------------------------------------------------------------------------------------------------
 
@@ -263,19 +257,3 @@ def test_events_follow_their_fact_in_order() -> None:
         *("TransferReported", "RankReported", "LoadEnded", "RequestEnded"),
     ]
     assert conservation(side.counts, drained=True) == []
-
-
-# -- start and end ----------------------------------------------------------------------------------------------
-
-
-def test_checksums_are_refused_if_the_engine_does_not_recompute_failed_loads() -> None:
-    shape = replace(SHAPE, promises=Promises(recovers_loads=False))
-    with pytest.raises(ConfigError, match="verify is 'sample'"):
-        SchedulerSide(shape, make_config(verify="sample"), Pool())
-
-
-def test_a_journal_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    side = Side(portal=True)
-    with pytest.raises(ConfigError, match="journal_path"):
-        Side(portal=side.portal, journal_path=tmp_path / "no" / "journal")
-    side.close()

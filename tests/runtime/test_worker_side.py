@@ -201,16 +201,6 @@ def test_the_end_of_the_transfer_coroutine_is_noticed(made: Side) -> None:
     assert made.outcomes() == {1: CopyOutcome.FAILED}
 
 
-@pytest.mark.parametrize(("host_bytes", "problem"), [(SLOT_BYTES - 1, "below one block"), (2**60, "above")])
-def test_invalid_host_bytes_are_refused(host_bytes: int, problem: str) -> None:
-    portal = Portal("test")
-    side = WorkerSide(Rank(0), 1, OffloadConfig(host_bytes=host_bytes), portal)
-    with pytest.raises(ConfigError, match=problem):
-        side.register(DEVICE.layout)
-    assert not portal.is_alive  # no thread was started to run the job
-    side.close()
-
-
 @pytest.mark.parametrize(("rank", "refused"), [(0, True), (1, False), (4, True), (7, False)])
 def test_the_first_rank_of_each_machine_checks_the_memory_for_all_its_ranks(
     rank: int, refused: bool, monkeypatch: pytest.MonkeyPatch
