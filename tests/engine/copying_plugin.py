@@ -1,4 +1,4 @@
-"""A small plugin that uses every hook. A test decides which prompts it keeps, and when its loads end."""
+"""A small plugin that records its calls. A test decides which prompts it keeps, and when its loads end."""
 
 from __future__ import annotations
 

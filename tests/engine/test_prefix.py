@@ -51,7 +51,6 @@ GROUPS = (
 @given(cached=st.lists(st.sets(st.integers(0, 7)), min_size=3, max_size=3), most=st.integers(0, 8))
 def test_the_hit_is_the_longest_prefix_that_every_group_can_serve(cached: list[set[int]], most: int) -> None:
     keys = [[b"%d:%d" % (group, position) for position in range(8)] for group in range(3)]
-    # A full group's blocks are cached in the order of computation. After a gap, no longer prefix can hit.
     pool = BlockPool(30)
     for group, positions in enumerate(cached):
         for position, block in zip(sorted(positions), pool.allocate(len(positions)), strict=True):

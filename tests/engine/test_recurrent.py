@@ -4,8 +4,7 @@ from kvoffload.engine import Engine, SamplingParams
 from tests.engine.copying_plugin import engine_with_plugin
 from tests.engine.tiny import BLOCK, alone, assert_same, dense, drain, run, served, taken, tiny_engine, tokens
 
-GROUPS = 2
-"""the number of recurrent groups in the tiny model, which come before its attention group"""
+GROUPS = 2  # the recurrent groups of the tiny model, which come before its attention group
 
 
 def row(engine: Engine, group: int = 0) -> list[int]:
