@@ -34,12 +34,12 @@ class Side:
         self.portal = ManualPortal(self.clock)
         self.copier = GatedCopier()
         self.device = FakeDevice(8, pages=[64, 32])
-        config = OffloadConfig(host_bytes=21 * SLOT_BYTES, transfer_timeout_s=TIMEOUT_S)
+        config = OffloadConfig(host_bytes=22 * SLOT_BYTES - 2, transfer_timeout_s=TIMEOUT_S)
         self.side = WorkerSide(Rank(1), 2, config, self.portal, clock=self.clock, copier=self.copier)
         self._jobs = 0
 
     def registered(self) -> Side:
-        assert self.side.register(self.device.layout) == 10  # this rank has half of the bytes
+        assert self.side.register(self.device.layout) == 10  # half of the bytes are one too few for 11 slots
         self.portal.advance()
         return self
 
