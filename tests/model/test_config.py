@@ -85,11 +85,8 @@ def test_every_setting_is_described_with_its_default() -> None:
     assert all(one.meaning and one.allowed for one in SETTINGS.values())
     defaults = {
         "host_bytes": "must be given",
-        "store_policy": "eager",
         "min_load_tokens": "one block",
-        "disk_path": "not set",
         "disk_bytes": "64.0 GiB",
-        "disk_min_hits": "1",
         "transfer_timeout_s": "30.0",
         "recurrent_prefix_boundaries": "true",
     }

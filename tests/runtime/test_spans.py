@@ -65,9 +65,8 @@ def attributes(span: ReadableSpan) -> dict[str, object]:
 
 def times(span: ReadableSpan) -> tuple[float, float]:
     """Return the span's start and end, in seconds since the clock's start."""
-    assert span.start_time is not None
-    assert span.end_time is not None
-    return round(span.start_time / 1e9 - START_S, 6), round(span.end_time / 1e9 - START_S, 6)
+    start, end = span.start_time or 0, span.end_time or 0
+    return round(start / 1e9 - START_S, 6), round(end / 1e9 - START_S, 6)
 
 
 def children(found: Sequence[ReadableSpan], parent: ReadableSpan) -> dict[str, ReadableSpan]:

@@ -38,11 +38,6 @@ class Side:
         self.side = WorkerSide(Rank(1), 2, config, self.portal, clock=self.clock, copier=self.copier)
         self._jobs = 0
 
-    def registered(self) -> Side:
-        assert self.side.register(self.device.layout) == 10  # half of the bytes are one too few for 11 slots
-        self.portal.advance()
-        return self
-
     def plan(self, direction: Direction, slot: int = 0, block: int = 1) -> TransferPlan:
         self._jobs += 1
         job = device_job(self._jobs, direction, (slot,), (block,))
@@ -54,7 +49,7 @@ class Side:
 
 
 @pytest.fixture
-def made() -> Iterator[Side]:
+def fresh() -> Iterator[Side]:
     side = Side()
     yield side
     side.copier.release()
@@ -62,10 +57,18 @@ def made() -> Iterator[Side]:
     side.portal.close()
 
 
-def test_the_start_logs_the_host_size_and_its_ratio_to_the_device(made: Side) -> None:
+@pytest.fixture
+def made(fresh: Side) -> Side:
+    """Return a side whose host memory is ready."""
+    assert fresh.side.register(fresh.device.layout) == 10  # half of the bytes are one too few for 11 slots
+    fresh.portal.advance()
+    return fresh
+
+
+def test_the_start_logs_the_host_size_and_its_ratio_to_the_device(fresh: Side) -> None:
     config = OffloadConfig(host_bytes=28 * SLOT_BYTES)
     with capture_logs() as logged:
-        side = WorkerSide(Rank(1), 2, config, made.portal, copier=made.copier)
+        side = WorkerSide(Rank(1), 2, config, fresh.portal, copier=fresh.copier)
         side.register(DEVICE.layout)
         side.close()
     (line,) = [line for line in logged if line["event"] == "worker_registered"]
@@ -74,26 +77,26 @@ def test_the_start_logs_the_host_size_and_its_ratio_to_the_device(made: Side) ->
 
 
 def test_host_memory_becomes_ready_in_the_background_and_is_reported(
-    made: Side, caplog: pytest.LogCaptureFixture
+    fresh: Side, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    made.side.register(made.device.layout)
-    assert made.side.take_report() is None
-    made.portal.advance()
-    report = made.side.take_report()
+    fresh.side.register(fresh.device.layout)
+    assert fresh.side.take_report() is None
+    fresh.portal.advance()
+    report = fresh.side.take_report()
     assert report is not None
     assert (report.rank, report.jobs, report.ready_slots) == (1, (), 10)
     assert (report.slot_bytes, report.wanted_slots) == (SLOT_BYTES, 10)
-    assert made.side.take_report() is None
+    assert fresh.side.take_report() is None
     assert "host_memory_ready rank=1 gib=0.0 blocks=10 seconds=0.0" in caplog.text
 
 
-def test_a_block_in_several_pieces_is_refused_if_the_layout_must_be_contiguous(made: Side) -> None:
+def test_a_block_in_several_pieces_is_refused_if_the_layout_must_be_contiguous(fresh: Side) -> None:
     config = OffloadConfig(host_bytes=2**20, layout="blocks")
-    side = WorkerSide(Rank(0), 1, config, made.portal, clock=made.clock, copier=made.copier)
+    side = WorkerSide(Rank(0), 1, config, fresh.portal, clock=fresh.clock, copier=fresh.copier)
     problem = r"layout is 'blocks', but the engine keeps a block .* in 2 pieces; set layout"
     with pytest.raises(ConfigError, match=problem):
-        side.register(made.device.layout)
+        side.register(fresh.device.layout)
     assert side.register(FakeDevice(8, pages=[64]).layout) > 0
     side.close()
 
@@ -101,7 +104,6 @@ def test_a_block_in_several_pieces_is_refused_if_the_layout_must_be_contiguous(m
 def test_a_plans_blocks_are_stored_and_loaded_back_without_a_warning(
     made: Side, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made.registered()
     before = made.device.read(1)
     store = made.plan(Direction.STORE, slot=3, block=1)
     made.side.start_loads(store)
@@ -120,7 +122,6 @@ def test_a_plans_blocks_are_stored_and_loaded_back_without_a_warning(
 
 
 def test_close_waits_for_the_copies_that_were_started(made: Side) -> None:
-    made.registered()
     made.side.start_loads(made.plan(Direction.LOAD))
     [ticket] = made.copier.open_tickets
 
@@ -137,7 +138,6 @@ def test_close_waits_for_the_copies_that_were_started(made: Side) -> None:
 
 
 def test_close_abandons_a_copy_that_never_ends_and_keeps_its_memory(made: Side) -> None:
-    made.registered()
     made.side.start_loads(made.plan(Direction.LOAD))
     pump = made.side.pump
     made.side.close()
@@ -148,13 +148,13 @@ def test_close_abandons_a_copy_that_never_ends_and_keeps_its_memory(made: Side) 
 
 
 @pytest.mark.parametrize("is_registered", [True, False])
-def test_close_works_before_memory_is_ready(made: Side, is_registered: bool) -> None:
+def test_close_works_before_memory_is_ready(fresh: Side, is_registered: bool) -> None:
     if is_registered:
-        made.side.register(made.device.layout)
-    made.side.close()
-    assert made.copier.is_closed is is_registered
-    made.portal.advance()
-    assert all(task.cancelled() for task in made.side._tasks)
+        fresh.side.register(fresh.device.layout)
+    fresh.side.close()
+    assert fresh.copier.is_closed is is_registered
+    fresh.portal.advance()
+    assert all(task.cancelled() for task in fresh.side._tasks)
 
 
 def test_close_survives_a_copier_that_cannot_close(
@@ -163,14 +163,12 @@ def test_close_survives_a_copier_that_cannot_close(
     def refuse() -> None:
         raise RuntimeError("busy")
 
-    made.registered()
     monkeypatch.setattr(made.copier, "close", refuse)
     made.side.close()
     assert "worker_not_closed rank=1" in caplog.text
 
 
 def test_the_end_of_the_portals_thread_is_noticed(made: Side) -> None:
-    made.registered()
     made.side.start_loads(made.plan(Direction.LOAD))
     made.side.start_stores(made.plan(Direction.STORE, slot=1))
     made.portal.is_dead = True
@@ -182,7 +180,6 @@ def test_the_end_of_the_portals_thread_is_noticed(made: Side) -> None:
 
 
 def test_copies_on_a_lost_portal_are_drained_on_another(made: Side) -> None:
-    made.registered()
     made.side.start_loads(made.plan(Direction.LOAD))
     made.copier.release()
     made.portal.is_dead = True
@@ -192,7 +189,6 @@ def test_copies_on_a_lost_portal_are_drained_on_another(made: Side) -> None:
 
 
 def test_the_end_of_the_transfer_coroutine_is_noticed(made: Side) -> None:
-    made.registered()
     pump = made.side.pump
     made.side._tasks[1].cancel()
     made.portal.advance()
