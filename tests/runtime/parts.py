@@ -150,7 +150,7 @@ class Side:
         copy_s: float = 0.0,
     ) -> tuple[list[RequestId], list[RequestId]]:
         jobs = (*plan.loads, *plan.stores)
-        reports = [JobReport(job.id, job.direction, outcome, 64, queued_s, copy_s) for job in jobs]
+        reports = (JobReport(job.id, job.direction, outcome, 64, queued_s, copy_s) for job in jobs)
         return self.report(*reports, rank=rank)
 
     def gauge(self, name: str, *labels: str) -> float:
