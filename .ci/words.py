@@ -58,9 +58,7 @@ PATTERN = re.compile("|".join(rf"\b(?P<f{i}>{form})\b" for i, form in enumerate(
 INSTEAD = list(FORMS.values())
 
 # The lines that are allowed: for each, the end of the file's path and a part of the line.
-EXCEPTIONS = (
-    ("tests/cli/test_journal_lines.py", "request nobody"),
-)
+EXCEPTIONS = (("tests/cli/test_journal_lines.py", "request nobody"),)
 
 
 def findings(path: Path) -> Iterator[tuple[int, str, str, str]]:
