@@ -348,7 +348,7 @@ class SlotPool:
         return could_hit
 
     def drained(self, slots: Iterable[SlotId]) -> None:
-        """Free the DRAINING slots among `slots`, whose copies and pins must have ended."""
+        """Free the DRAINING slots among `slots`. Their copies must have ended, and no slot may be pinned."""
         empty = [slot for slot in slots if self._states[slot] == _DRAINING]
         if empty:
             self._move_all(empty, SlotEvent.DRAIN)

@@ -177,7 +177,7 @@ class Engine:
         return device and plugin
 
     def audit(self) -> list[str]:
-        """Return a text for every broken invariant. Call this between steps."""
+        """Return a message for every broken invariant. Call this between steps."""
         return self._scheduler.audit(self.pool)
 
     def statistics(self) -> EngineStatistics:

@@ -4,12 +4,14 @@
     WAITING --admitted, with external tokens--> LOADING --loaded--> RUNNING
     LOADING --failed--> WAITING        RUNNING --preempted--> WAITING        any --aborted--> ENDED
 
-Requests cannot deadlock, for these reasons. `running` is in order of admission. If a running request cannot get blocks,
-the latest running requests are preempted until it can. The latest request itself waits and keeps its blocks. So the
-oldest request gets every block that no load or plugin holds. The pool has enough blocks for the oldest request, because
-requests that need more are refused. Loads end (the plugin promises this), and a loaded request then runs as the latest
-one, which can be preempted. No request is admitted in a step in which a running request lacked blocks, and an admission
-leaves free the blocks that the oldest request may still need.
+Requests cannot deadlock, for these reasons:
+
+* If a running request cannot get blocks, the most recently admitted requests are preempted until it can. If it is itself
+  the most recent one, it waits and keeps its blocks. So the oldest request gets every block that no load or plugin holds.
+* The pool has enough blocks for the oldest request, because requests that need more are refused.
+* Loads end (the plugin promises this), and a loaded request then runs as the most recent one, which can be preempted.
+* No request is admitted in a step in which a running request lacked blocks, and an admission never takes blocks that
+  the oldest request may still need.
 """
 
 from __future__ import annotations
@@ -140,7 +142,7 @@ class Scheduler:
             self._load_ended(request_id, self._retry)
 
     def audit(self, pool: BlockPool) -> list[str]:
-        """Return a text for every broken invariant. Call this between steps."""
+        """Return a message for every broken invariant. Call this between steps."""
         holders = (*self.running, *self.loading.values())
         held = Counter(block for request in holders for table in request.tables for block in table if block)
         found = pool.audit(held)

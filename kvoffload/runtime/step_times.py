@@ -175,7 +175,7 @@ def _median(runs: Sequence[tuple[float, int]]) -> float:
 
 
 class FirstTokens:
-    """Measures times to first token, and the place in which the request's lookup found blocks.
+    """Measures the time to first token of each request, and reports it with the tier in which the lookup found blocks.
 
     Each step checks the admitted requests that have no token yet. The measured time ends at the first step after the
     token, or at the request's end.

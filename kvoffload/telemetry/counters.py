@@ -290,7 +290,7 @@ class Counters:
 
 
 def _reader(name: str | None) -> Callable[[object], Any] | None:
-    """Return an `attrgetter` for a field, which is faster than `getattr`; None without a field."""
+    """Return an `attrgetter` for the field, or None if there is no field. An `attrgetter` is faster than `getattr`."""
     return attrgetter(name) if name is not None else None
 
 

@@ -82,7 +82,7 @@ class Trace:
         self._separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
 
     def close(self, provenance: Args) -> None:
-        """Write the end of the file, with a provenance, which viewers show as metadata."""
+        """Write the end of the file, including the provenance, which viewers show as metadata."""
         self._write(f'\n],"otherData":{json.dumps(provenance, separators=(",", ":"))}}}\n')
 
     def begin(self, track: Track, request: str, at: float) -> None:

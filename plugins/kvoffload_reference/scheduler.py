@@ -181,7 +181,7 @@ def _handed_off(state: StateMade) -> facts.StateHandedOff:
 
 
 def _appended(progress: Progress) -> tuple[tuple[DeviceBlockId, ...], ...]:
-    """Return each group's new blocks, without positions: the engine appends new blocks to the block table."""
+    """Return each group's new blocks. They need no positions, because the engine appends them to the block table."""
     return tuple(_blocks([block for _, block in pairs]) for pairs in progress.new_blocks)
 
 

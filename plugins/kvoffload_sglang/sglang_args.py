@@ -1,4 +1,4 @@
-"""`kvoffload sglang-args`: prints the command-line arguments with which a stock SGLang uses kvoffload."""
+"""`kvoffload sglang-args`: prints the command-line arguments that make a stock SGLang use kvoffload."""
 
 from __future__ import annotations
 

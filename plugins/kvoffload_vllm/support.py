@@ -119,7 +119,7 @@ def _check_settings(vllm_config: VllmConfig) -> Iterator[str]:
 
 
 def option_problems(caches_prefixes: bool, model: object, parallel: object) -> Iterator[str]:
-    """Yield each problem with vLLM's options. The doctor calls this function without vLLM.
+    """Yield each problem with vLLM's options. The doctor also calls this function where vLLM is not installed.
 
     Args:
         caches_prefixes: whether vLLM's prefix caching is on.

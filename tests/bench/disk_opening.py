@@ -1,4 +1,4 @@
-"""Measures the time in which a starting engine opens a disk's index, and the core's longest step meanwhile."""
+"""Measures how long a starting engine takes to open a disk's index, and the core's longest step during that time."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GOAL_S, _GOAL_STEP_MS = 5.0, 10.0
 def opening(folder: Path, blocks: int, repeats: int) -> Iterator[Line]:
     """Write an index of `blocks` blocks, and measure the time to open the index, `repeats` times.
 
-    During the measurement, garbage collections skip all older objects, as in vLLM after its start.
+    During the measurement, the garbage collector ignores all older objects, as it does in vLLM after the start.
 
     Raises:
         CommandError: the index cannot be opened.

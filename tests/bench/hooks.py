@@ -93,7 +93,7 @@ def measure(
     repeats: int,
     tokens: int,
 ) -> Iterator[Case]:
-    """Measure every model with every number of running requests. Call `find_connectors` first."""
+    """Measure every model at each of these numbers of running requests. Call `find_connectors` first."""
     for model in models:
         with open_riders(model, connectors, max(running)) as riders:
             draw = random.Random(0)

@@ -59,8 +59,8 @@ class Verdict:
     Args:
         outcome: "killed" if a test failed, "import" if the tests could not be imported, "timeout" or
             "crash" if the process ended early, otherwise "survived".
-        by: the tests that failed or during which the process ended. If the trial ends at its first
-            failing test, only that one.
+        by: the tests that failed or during which the process ended. If the trial stops
+            at its first failing test, `by` contains only that test.
         seconds: the trial's duration.
     """
 

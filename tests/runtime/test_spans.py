@@ -293,7 +293,7 @@ def test_a_blocking_exporter_changes_nothing_and_its_drops_are_counted(
     )
     side = Traced()
     held = side.portal.extra
-    held.hold()  # the exporter's thread stops in its first batch
+    held.hold()  # the exporter's thread waits while it sends its first batch
     side.seen("early")
     side.portal.advance(0)
     assert held.waiting == 1

@@ -233,8 +233,8 @@ class DiskPortal(SimPortal):
 
     Args:
         loop: the shared loop.
-        draws: determine when work on threads begins.
-        problems: receives exceptions of work.
+        draws: random draws that determine when work on threads begins.
+        problems: collects the exceptions that this work raises.
     """
 
     def __init__(self, loop: SimLoop, draws: random.Random, problems: list[str]) -> None:

@@ -1,7 +1,7 @@
 """`make soak`: an hour of simulated time on the reference engine, then minutes of real time on a stock vLLM.
 
-The vLLM half needs the environment with vLLM. Each half runs in its own process, so that its memory does not
-count in the other half.
+The vLLM half needs the environment with vLLM. Each half runs in its own process, so that its memory
+does not affect what the other half measures.
 """
 
 from __future__ import annotations

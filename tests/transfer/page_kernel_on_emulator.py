@@ -54,7 +54,7 @@ def main(library: Path) -> None:
     driver = NvidiaDriver("cuda:1", lambda: engine.stream)
     copier = CudaCopier(driver)
     crossover.SCRATCH_BYTES, crossover._REPEATS, crossover._LONGEST_S = 2**18, 1, 600.0
-    # This measurement copies random bytes in both directions. It finds no limits if a byte is wrong.
+    # This copies random bytes in both directions. If a byte arrives wrong, it returns no limits.
     learn(copier, "cuda:1")
     assert set(copier.kernel_below.values()) != {0}, copier.kernel_below
     launches = emulator.calls("cuLaunchKernelEx")

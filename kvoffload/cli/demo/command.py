@@ -37,10 +37,10 @@ _QUIET = {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")}
 
 
 class Screen:
-    """Prints results to standard output, and messages to standard error. Shows progress if that is a terminal.
+    """Prints results to standard output, and messages to standard error. Shows progress if standard error is a terminal.
 
     Args:
-        quiet: True to hide progress also on a terminal.
+        quiet: True to hide progress even on a terminal.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
