@@ -272,7 +272,7 @@ class NvidiaDriver:
     def has_room(self, stream: int, copies: int, *, may_wait: bool) -> bool:
         """Return whether `copies` more copies can be enqueued without blocking.
 
-        With `may_wait`, batched copies are allowed to block if only copies are ahead of them. Single copies must never
+        With `may_wait`, batched copies are allowed to block if their stream waits for no event. Single copies must never
         block: each blocking call would release the GIL, and might not get it back for 5 ms.
         """
         queue = self._queues[stream]
