@@ -5,9 +5,13 @@ The specs have vLLM's class names, because the adapter recognizes a spec by its 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
+from tests.vllm.engine_rig import MARKS
+
+_Test = TypeVar("_Test", bound=Callable[..., object])
 _CLASSES: dict[str, type] = {}
 
 
@@ -33,22 +37,23 @@ def cache_config(*groups: Any, num_blocks: int = 100, **fields: object) -> Any:
 
 
 def vllm_config(**changes: Any) -> Any:
-    settings: dict[str, Any] = {
-        "kv_role": "kv_both",
-        "enable_prefix_caching": True,
-        "world_size": 4,
-        "max_num_batched_tokens": 512,
-        "decode_context_parallel_size": 1,
-        "draft": None,
-        **changes,
-    }
+    settings: dict[str, Any] = {"kv_role": "kv_both", "enable_prefix_caching": True, "world_size": 4}
+    settings |= {"decode_context_parallel_size": 1, "max_num_batched_tokens": 512, "draft": None, **changes}
+
+    def part(*names: str) -> Any:
+        return SimpleNamespace(**{name: settings[name] for name in names})
+
     return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_role=settings["kv_role"]),
-        cache_config=SimpleNamespace(enable_prefix_caching=settings["enable_prefix_caching"]),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=settings["max_num_batched_tokens"]),
-        parallel_config=SimpleNamespace(
-            world_size=settings["world_size"],
-            decode_context_parallel_size=settings["decode_context_parallel_size"],
-        ),
+        kv_transfer_config=part("kv_role"),
+        cache_config=part("enable_prefix_caching"),
+        scheduler_config=part("max_num_batched_tokens"),
+        parallel_config=part("world_size", "decode_context_parallel_size"),
         speculative_config=settings["draft"],
     )
+
+
+def on_vllm(test: _Test) -> _Test:
+    """Mark a test that needs a stock vLLM, in a file whose other tests need none."""
+    for mark in MARKS:
+        test = mark(test)
+    return test

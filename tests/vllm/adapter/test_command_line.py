@@ -14,70 +14,33 @@ from kvoffload.cli.main import main
 from kvoffload.model.errors import ConfigError
 from kvoffload_vllm import doctor
 from kvoffload_vllm.command_line import CHANGE_SIZES, CHOOSE_BLOCKS, read_command_line
-from tests.vllm.adapter.test_doctor import GOOD
+from tests.vllm.adapter.stand_ins import on_vllm
+from tests.vllm.adapter.test_doctor import GOOD, findings
 from tests.vllm.adapter.test_model_sizes import QWEN3_8B, save
-from tests.vllm.stock import engines  # noqa: F401  # sets vLLM's environment before it is imported
 
 TRANSFER = json.dumps(GOOD)
 ROOMY = json.dumps({**GOOD, "kv_connector_extra_config": {"host_bytes": "9MiB"}})
-OURS = (
-    "model",
-    "revision",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "data_parallel_size_local",
-    "block_size",
-    "kv_cache_dtype",
-    "dtype",
-    "max_model_len",
-    "kv_cache_memory_bytes",
-    "kv_transfer_config",
-    "enable_prefix_caching",
-    "enable_sleep_mode",
-    "decode_context_parallel_size",
-    "prefill_context_parallel_size",
-    "distributed_executor_backend",
-    "prefix_caching_hash_algo",
-)
 LINES: dict[str, dict[str, Any]] = {
     "M": {},
     "--model M --tensor-parallel-size 2": {"tensor_parallel_size": 2},
     "M -tp 2 -pp=4": {"tensor_parallel_size": 2, "pipeline_parallel_size": 4},
-    "M --tensor_parallel_size=2 --pipeline_parallel_size 4": {
-        "tensor_parallel_size": 2,
-        "pipeline_parallel_size": 4,
-    },
+    "M --tensor_parallel_size=2 --kv_cache_dtype fp8": {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"},
     "M --tensor-par 2": {"tensor_parallel_size": 2},
     "M -dp 4 -dpl 2": {"data_parallel_size": 4, "data_parallel_size_local": 2},
-    "M --block-size 32 --kv-cache-dtype fp8 --dtype half": {
-        "block_size": 32,
-        "kv_cache_dtype": "fp8",
-        "dtype": "half",
-    },
-    "M --max-model-len 32k --kv-cache-memory-bytes 50G": {
-        "max_model_len": 32_000,
-        "kv_cache_memory_bytes": 50 << 30,
-    },
-    "M --max-model-len 32K --kv-cache-memory-bytes 1.5g": {
-        "max_model_len": 32_768,
-        "kv_cache_memory_bytes": 1_500_000_000,
-    },
+    "M --block-size 32 --dtype half": {"block_size": 32, "dtype": "half"},
+    "M --max-model-len 32k": {"max_model_len": 32_000},
+    "M --max-model-len 32K": {"max_model_len": 32_768},
+    "M --kv-cache-memory-bytes 50G": {"kv_cache_memory_bytes": 50 << 30},
+    "M --kv-cache-memory-bytes 1.5g": {"kv_cache_memory_bytes": 1_500_000_000},
     "M --kv-cache-memory-bytes 1000000": {"kv_cache_memory_bytes": 1_000_000},
     "M --block-size 16 --block-size 32": {"block_size": 32},
     "M --max-num-seqs 16 --port 8000 --served-model-name a b --enforce-eager -O3 --quantization fp8": {},
-    "M --no-enable-prefix-caching --enable-sleep-mode": {
-        "enable_prefix_caching": False,
-        "enable_sleep_mode": True,
-    },
-    "M -dcp 2 --prefill-context-parallel-size 3": {
-        "decode_context_parallel_size": 2,
-        "prefill_context_parallel_size": 3,
-    },
-    "M --distributed-executor-backend ray --prefix-caching-hash-algo xxhash": {
-        "distributed_executor_backend": "ray",
-        "prefix_caching_hash_algo": "xxhash",
-    },
+    "M --no-enable-prefix-caching": {"enable_prefix_caching": False},
+    "M --enable-sleep-mode": {"enable_sleep_mode": True},
+    "M -dcp 2": {"decode_context_parallel_size": 2},
+    "M --prefill-context-parallel-size 3": {"prefill_context_parallel_size": 3},
+    "M --distributed-executor-backend ray": {"distributed_executor_backend": "ray"},
+    "M --prefix-caching-hash-algo xxhash": {"prefix_caching_hash_algo": "xxhash"},
     f"M --kv-transfer-config '{TRANSFER}' --seed 1": {"kv_transfer_config": GOOD},
     f"M --kv_transfer_config='{TRANSFER}'": {"kv_transfer_config": GOOD},
     "M --kv-transfer-config.kv_connector KVOffloadConnector --kv-transfer-config.kv_role=kv_both "
@@ -90,6 +53,8 @@ LINES: dict[str, dict[str, Any]] = {
     },
     "M --revision abc": {"revision": "abc"},
 }
+DEFAULTS = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+OURS = {"model", *(name for wanted in LINES.values() for name in wanted)}
 
 
 def read(line: str) -> argparse.Namespace:
@@ -103,9 +68,6 @@ def values(found: argparse.Namespace) -> dict[str, Any]:
         read = json.loads(transfer) if isinstance(transfer, str) else transfer
         given["kv_transfer_config"] = read if isinstance(read, dict) else {k: getattr(read, k) for k in GOOD}
     return {name: value for name, value in given.items() if value is not None}
-
-
-DEFAULTS = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -150,11 +112,6 @@ def test_odd_words_are_ignored(line: str) -> None:
     assert read(f"vllm serve {line}").block_size is None
 
 
-def findings(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
-    main(["doctor", "--json", *argv])
-    return {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
-
-
 SIZED = ["-tp", "2", "-dp", "2", "--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", "100MiB"]
 ALL = [*SIZED, "--block-size", "32", "--max-model-len", "2000", "--kv-transfer-config", ROOMY]
 
@@ -168,56 +125,45 @@ def test_a_pasted_line_and_the_doctors_own_options_give_the_same_findings(
     # The machine's free memory differs between the two calls.
     memory, _ = pasted.pop("host memory"), options.pop("host memory")
     assert pasted == options | {name: pasted[name] for name in ("vllm options", "block hashes")}
-    assert "88 blocks fit the KV cache" in " ".join(pasted["model sizes"]["finding"].split())
     assert memory["finding"].startswith("18.0 MiB ")  # two engines with 9 MiB each
-
-
-def test_an_option_before_the_line_overrides_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["--", "vllm", "serve", str(save(tmp_path, QWEN3_8B)), *ALL]
-    found = findings(capsys, "--kv-cache-memory-bytes", "200MiB", *line)
+    # An option before the line overrides the line's.
+    found = findings(capsys, "--kv-cache-memory-bytes", "200MiB", "--", "vllm", "serve", model, *ALL)
     assert "177 blocks" in found["model sizes"]["finding"]
-
-
-@pytest.mark.parametrize(
-    ("more", "check", "verdict", "said"),
-    [
-        ("--max-model-len 3k", "model sizes", "error", "--max-model-len needs 94 blocks, and 88 fit"),
-        ("--max-model-len auto", "model sizes", "ok", "88 blocks fit the KV cache"),
-        ("--speculative-config.method eagle", "model sizes", "unknown", "sizes with --speculative-config"),
-        ("-sc {}", "model sizes", "unknown", "sizes with -sc are not computed"),
-        ("--hf-overrides {} --config x.yaml", "model sizes", "unknown", "with --config, --hf-overrides"),
-        # the command line has the block size, so the backend does not matter
-        ("--attention-backend FLASHINFER", "model sizes", "ok", "88 blocks"),
-        ("--num-gpu-blocks-override 80", "model sizes", "ok", "80 blocks"),
-        ("--no-enable-prefix-caching", "vllm options", "error", "start with --enable-prefix-caching"),
-        ("--enable-sleep-mode", "vllm options", "error", "start without --enable-sleep-mode"),
-        ("-dcp 2", "vllm options", "error", "decode_context_parallel_size is 2"),
-        ("--distributed-executor-backend external_launcher", "vllm options", "error", "with 2 ranks"),
-        ("--seed 1", "vllm options", "ok", "the connector works with them"),
-        ("--prefix-caching-hash-algo xxhash", "block hashes", "ok", "xxhash"),
-    ],
-)
-def test_the_doctor_reports_problems_of_a_line(
-    more: str, check: str, verdict: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = str(save(tmp_path, QWEN3_8B))
-    found = findings(capsys, "--", "vllm", "serve", model, *ALL, *shlex.split(more))[check]
-    assert (found["verdict"], said in found["finding"] + found["remedy"]) == (verdict, True), found
 
 
 @pytest.mark.parametrize(
     ("line", "check", "verdict", "said"),
     [
+        ("ALL --max-model-len 3k", "model sizes", "error", "--max-model-len needs 94 blocks, and 88 fit"),
+        ("ALL --max-model-len auto", "model sizes", "ok", "88 blocks fit the KV cache"),
+        (
+            "ALL --speculative-config.method eagle",
+            "model sizes",
+            "unknown",
+            "sizes with --speculative-config",
+        ),
+        ("ALL -sc {}", "model sizes", "unknown", "sizes with -sc are not computed"),
+        ("ALL --hf-overrides {} --config x.yaml", "model sizes", "unknown", "with --config, --hf-overrides"),
+        # the command line has the block size, so the backend does not matter
+        ("ALL --attention-backend FLASHINFER", "model sizes", "ok", "88 blocks"),
+        ("ALL --num-gpu-blocks-override 80", "model sizes", "ok", "80 blocks"),
+        ("ALL --no-enable-prefix-caching", "vllm options", "error", "start with --enable-prefix-caching"),
+        ("ALL --enable-sleep-mode", "vllm options", "error", "start without --enable-sleep-mode"),
+        ("ALL -dcp 2", "vllm options", "error", "decode_context_parallel_size is 2"),
+        ("ALL --distributed-executor-backend external_launcher", "vllm options", "error", "with 2 ranks"),
+        ("ALL --seed 1", "vllm options", "ok", "the connector works with them"),
+        ("ALL --prefix-caching-hash-algo xxhash", "block hashes", "ok", "xxhash"),
         ("M", "vllm connector", "error", "no --kv-transfer-config"),
         ("M --config x.yaml", "vllm connector", "unknown", "the connector that vLLM will use"),
         ("--port 8000 M", "model sizes", "unknown", "put MODEL directly after serve"),
         ("no-one/nothing", "model sizes", "unknown", "no-one/nothing is neither a folder nor"),
     ],
 )
-def test_the_doctor_reports_what_a_line_lacks(
-    line: str, check: str, verdict: str, said: str, capsys: pytest.CaptureFixture[str]
+def test_the_doctor_reports_the_problems_of_a_line(
+    line: str, check: str, verdict: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = findings(capsys, "--", "vllm", "serve", *line.split())[check]
+    whole = shlex.join([str(save(tmp_path, QWEN3_8B)), *ALL])
+    found = findings(capsys, "--", "vllm", "serve", *shlex.split(line.replace("ALL", whole)))[check]
     assert (found["verdict"], said in found["finding"] + found["remedy"]) == (verdict, True), found
 
 
@@ -228,10 +174,7 @@ def stock_parser() -> Any:
     return ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore")
+@on_vllm
 def test_a_stock_vllm_reads_a_line_in_the_same_way() -> None:
     parser = stock_parser()
     defaults = values(parser.parse_args(["M"]))
@@ -241,10 +184,7 @@ def test_a_stock_vllm_reads_a_line_in_the_same_way() -> None:
         assert values(found) == defaults | {"model": "M"} | wanted, line
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-@pytest.mark.filterwarnings("ignore")
+@on_vllm
 def test_option_names_and_abbreviations_are_those_of_a_stock_vllm() -> None:
     """An abbreviation that the doctor accepts must not stand for another option in a stock vLLM."""
     ours = argparse.ArgumentParser(add_help=False)

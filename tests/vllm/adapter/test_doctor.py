@@ -13,17 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.checks.check import Given, Setup, run_checks
+from kvoffload.checks.check import Check, Given, Setup, run_checks
 from kvoffload.cli.main import main
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
 from kvoffload_vllm import doctor
-from kvoffload_vllm.support import NEWEST_RUN, VERSIONS
+from kvoffload_vllm.support import NEWEST_RUN
 from tests.captured_logs import capture_logs
-from tests.doctor.trees import Machine, ask, machine, setup
+from tests.doctor.trees import ask, machine, setup
 from tests.settings import make_config
-from tests.vllm.adapter.stand_ins import cache_config, full, group, vllm_config
+from tests.vllm.adapter.stand_ins import cache_config, full, group, on_vllm, vllm_config
 
+NEWEST = ".".join(map(str, NEWEST_RUN))
 GOOD = {
     "kv_connector": "KVOffloadConnector",
     "kv_role": "kv_both",
@@ -32,18 +33,28 @@ GOOD = {
 }
 
 
-def found(capsys: pytest.CaptureFixture[str], transfer: object, *argv: str) -> dict[str, Any]:
-    main(["doctor", "--json", "--kv-transfer-config", json.dumps(transfer), *argv])
+def findings(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    main(["doctor", "--json", *argv])
     return {one.pop("check"): one for one in json.loads(capsys.readouterr().out)["findings"]}
 
 
-def test_a_good_configuration_in_a_file_passes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def found(capsys: pytest.CaptureFixture[str], transfer: object) -> dict[str, Any]:
+    return findings(capsys, "--kv-transfer-config", json.dumps(transfer))
+
+
+SEVERAL = {"connectors": [{"kv_connector": "Another"}, "odd", GOOD]}
+
+
+@pytest.mark.parametrize(
+    "transfer", [GOOD, {**GOOD, "kv_connector": "MultiConnector", "kv_connector_extra_config": SEVERAL}]
+)
+def test_a_good_configuration_in_a_file_passes(
+    transfer: object, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "transfer.json"
-    path.write_text(json.dumps(GOOD))
-    main(["doctor", "--json", "--kv-transfer-config", str(path)])
-    checks = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
-    for name in ("settings", "vllm connector", "load failures"):
-        assert checks[name]["verdict"] == "ok", name
+    path.write_text(json.dumps(transfer))
+    checks = findings(capsys, "--kv-transfer-config", str(path))
+    assert [checks[name]["verdict"] for name in ("settings", "vllm connector", "load failures")] == ["ok"] * 3
     assert checks["host memory"]["finding"].startswith("1.0 MiB fit")
 
 
@@ -103,38 +114,30 @@ def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], i
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "verdict"),
-    [("sha256", "ok"), ("sha256_cbor", "ok"), ("xxhash", "warning"), ("xxhash_cbor", "warning")],
+    ("check", "verdict", "text"),
+    [
+        (doctor.block_hashes("sha256"), "ok", "sha256"),
+        (doctor.block_hashes("sha256_cbor"), "ok", "sha256_cbor"),
+        (doctor.block_hashes("xxhash"), "warning", "xxhash"),
+        (
+            doctor.recurrent_states(528, 0),
+            "warning",
+            "multiples of 528 tokens; shorter prefixes are never found",
+        ),
+        (doctor.recurrent_states(528, 1056), "ok", "end at multiples of 528 tokens"),
+        (doctor.recurrent_states(528, None), "ok", "end at multiples of 528 tokens"),
+    ],
 )
-def test_hashes_with_findable_collisions_are_a_warning(tmp_path: Path, algorithm: str, verdict: str) -> None:
-    known = setup(disk_path=tmp_path)
-    found = ask((doctor.block_hashes(algorithm),), "block hashes", known, machine(tmp_path))
-    assert found[0] == verdict
-    assert algorithm in found[1]
-    without = ask((doctor.block_hashes(algorithm),), "block hashes", setup(), machine(tmp_path))
-    assert without[0] == "ok"
-
-
-@pytest.mark.parametrize(("interval", "verdict"), [(0, "warning"), (1056, "ok"), (None, "ok")])
-def test_the_doctor_says_where_hits_of_recurrent_models_end(
-    tmp_path: Path, interval: int | None, verdict: str
+def test_hashes_with_findable_collisions_and_states_at_prompts_ends_only_are_warnings(
+    tmp_path: Path, check: Check, verdict: str, text: str
 ) -> None:
-    check = doctor.recurrent_states(528, interval)
-    found = ask((check,), "recurrent states", setup(), machine(tmp_path))
+    found = ask((check,), check.name, setup(disk_path=tmp_path), machine(tmp_path))
     assert found[0] == verdict
-    assert "end at multiples of 528 tokens; shorter prefixes are never found" in found[1]
+    assert text in found[1]
 
 
-def test_our_connector_is_found_among_several(capsys: pytest.CaptureFixture[str]) -> None:
-    inner = {"connectors": [{"kv_connector": "Another"}, "odd", GOOD]}
-    several = {**GOOD, "kv_connector": "MultiConnector", "kv_connector_extra_config": inner}
-    checks = found(capsys, several)
-    assert checks["vllm connector"]["verdict"] == "ok"
-    assert checks["host memory"]["finding"].startswith("1.0 MiB fit")
-
-
-def ask_vllms(name: str, where: Machine) -> tuple[str, str]:
-    return ask(read_arguments().checks, name, setup(), where)
+def test_without_a_lower_tier_any_hash_is_ok(tmp_path: Path) -> None:
+    assert ask((doctor.block_hashes("xxhash"),), "block hashes", setup(), machine(tmp_path))[0] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -142,23 +145,20 @@ def ask_vllms(name: str, where: Machine) -> tuple[str, str]:
     [
         (None, "unknown", "vLLM is not installed"),
         ("0.32.0+cpu", "ok", "vLLM 0.32.0+cpu"),
+        (NEWEST, "ok", f"and {NEWEST} were run"),
         ("0.34.0", "warning", "is newer than any that was run"),
         ("1.0", "warning", "is newer"),
     ],
 )
-def test_version(tmp_path: Path, version: str | None, verdict: str, text: str) -> None:
+def test_vllms_version_is_checked(tmp_path: Path, version: str | None, verdict: str, text: str) -> None:
     def find(name: str) -> str:
         if version is None:
             raise PackageNotFoundError(name)
         return version
 
-    reported = ask_vllms("vllm version", machine(tmp_path, version=find))
-    assert reported[0] == verdict
-    assert text in reported[1]
-
-
-def test_the_text_names_the_newest_tested_version() -> None:
-    assert ".".join(map(str, NEWEST_RUN)) in VERSIONS
+    found = ask(read_arguments().checks, "vllm version", setup(), machine(tmp_path, version=find))
+    assert found[0] == verdict
+    assert text in found[1]
 
 
 @pytest.mark.parametrize(
@@ -171,20 +171,20 @@ def test_the_text_names_the_newest_tested_version() -> None:
         (["kvoffload"], {"VLLM_PLUGINS": "a,kvoffload"}, "ok", "find"),
     ],
 )
-def test_registration(
+def test_a_connector_that_vllm_cannot_load_is_an_error(
     tmp_path: Path, names: list[str], environ: dict[str, str], verdict: str, text: str
 ) -> None:
     def find(group: str, name: str) -> list[str]:
         assert group == "vllm.general_plugins"
         return [one for one in names if one == name]
 
-    reported = ask_vllms("vllm plugin", machine(tmp_path, entry_points=find, environ=environ))
-    assert reported[0] == verdict
-    assert text in reported[1]
+    where = machine(tmp_path, entry_points=find, environ=environ)
+    found = ask(read_arguments().checks, "vllm plugin", setup(), where)
+    assert found[0] == verdict
+    assert text in found[1]
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
+@on_vllm
 def test_the_doctor_runs_in_vllms_environment() -> None:
     assert importlib.util.find_spec("vllm") is not None
     argv = ["--json", "--kv-transfer-config", json.dumps(GOOD)]
@@ -196,9 +196,7 @@ def test_the_doctor_runs_in_vllms_environment() -> None:
     assert reported.returncode == 0
 
 
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
+@on_vllm
 @pytest.mark.parametrize(("policy", "fails"), [("fail", True), ("recompute", False)])
 def test_vllms_worker_warns_at_its_start(policy: str, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvoffload_vllm import assembly

@@ -11,7 +11,6 @@ from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import Tier
 from kvoffload_vllm.events import BlockNotes, TierEvents, Wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
-from kvoffload_vllm.pool_device import split_key
 from kvoffload_vllm.progress import KeyMaker
 from kvoffload_vllm.support import Features
 from tests.vllm.adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
@@ -37,10 +36,10 @@ WIRE = Wire(
 )
 
 
-def groups(num_blocks: int = 100) -> VllmGroups:
+def groups() -> VllmGroups:
     """Return vLLM's groups 0 and 2, with blocks of 4 and 2 tokens. Every 2 tokens have a hash."""
     left_out = group(spec("CircularBufferSpec", 8, prefix_cacheable=False))
-    config = cache_config(group(full(4)), left_out, group(window(4, 2)), num_blocks=num_blocks)
+    config = cache_config(group(full(4)), left_out, group(window(4, 2)))
     return vllm_groups(vllm_config(), config, features=Features(), sizes=(4, 2))
 
 
@@ -63,14 +62,15 @@ def reported(of: Any, computed_tokens: int = 8) -> tuple[TierEvents, tuple[tuple
     return maker, KeyMaker(known.hash_ratios, known.ids).keys(of.block_hashes, 0)
 
 
-def events(maker: TierEvents, *ledger: tuple[BlockKey, bool], tier: Tier = Tier.HOST) -> list[Any]:
-    return list(maker.events(tier, ledger))
+def events(maker: TierEvents, *ledger: tuple[BlockKey, bool]) -> list[Any]:
+    return list(maker.events(Tier.HOST, ledger))
 
 
 def test_a_stored_block_is_published_with_its_tokens_parent_and_group() -> None:
     maker, (large, small) = reported(request())
-    stored = events(maker, (large[0], True), (large[1], True), (small[3], True))
-    first, second, third = (fields for _, fields in stored)
+    first, second, third = (
+        fields for _, fields in events(maker, (large[0], True), (large[1], True), (small[3], True))
+    )
     assert first["token_ids"] == [100, 101, 102, 103]
     assert (first["block_hashes"], first["parent_block_hash"]) == (["01"], None)
     assert (second["block_hashes"], second["parent_block_hash"]) == (["03"], "01")
@@ -96,24 +96,16 @@ def test_everything_that_a_blocks_hash_depends_on_is_published() -> None:
     adapter = SimpleNamespace(adapter_id=7, name="poems")
     maker, (large, small) = reported(request(salt="s", images=[("cat", 1), ("dog", 7)], lora_request=adapter))
     fields = [event for _, event in events(maker, *[(key, True) for key in (*large, *small)])]
-    assert [one["extra_keys"] for one in fields] == [
-        [(("cat", 1), "s")],
-        [(("dog", 3),)],
-        [(("cat", 1), "s")],
-        [None],
-        [None],
-        [(("dog", 1),)],
-    ]
+    head, dog = [(("cat", 1), "s")], [(("dog", 3),)]
+    assert [one["extra_keys"] for one in fields] == [head, dog, head, [None], [None], [(("dog", 1),)]]
     assert {(one["lora_id"], one["lora_name"]) for one in fields} == {(7, "poems")}
 
 
 def test_removed_blocks_are_published_by_group() -> None:
     maker, (large, small) = reported(request())
     one, other = events(maker, (large[0], False), (small[0], False), (large[1], False))
-    assert one == (
-        "removed",
-        {"block_hashes": ["01", "03"], "medium": "CPU", "group_idx": 0, "locality": "LOCAL"},
-    )
+    fields = {"block_hashes": ["01", "03"], "medium": "CPU", "group_idx": 0, "locality": "LOCAL"}
+    assert one == ("removed", fields)
     assert (other[1]["block_hashes"], other[1]["group_idx"]) == (["00"], 2)
 
 
@@ -187,19 +179,10 @@ def test_a_note_is_kept_while_one_of_its_groups_holds_the_block() -> None:
     assert notes.get(key(4, 0)) is None
 
 
-# -- settings and keys ----------------------------------------------------------------------------------------------
-
-
 def test_events_are_made_only_if_the_engine_publishes_events() -> None:
-    assert not publishes_events(SimpleNamespace(kv_events_config=None))
-    for on in (True, False):
-        config: Any = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=on))
-        assert publishes_events(config) is on
-
-
-def test_a_key_is_a_hash_and_vllms_number_of_the_group() -> None:
-    _, (_, small) = reported(request())
-    assert split_key(small[2]) == (b"\x02", 2)
+    off, on = (SimpleNamespace(enable_kv_cache_events=value) for value in (False, True))
+    configs: list[Any] = [SimpleNamespace(kv_events_config=events) for events in (None, off, on)]
+    assert list(map(publishes_events, configs)) == [False, False, True]
 
 
 # -- tiers ----------------------------------------------------------------------------------------------------------
@@ -208,17 +191,17 @@ def test_a_key_is_a_hash_and_vllms_number_of_the_group() -> None:
 def tiers() -> tuple[TierEvents, dict[Tier, KeyIndex], tuple[BlockKey, ...]]:
     known, indexes = groups(), {tier: KeyIndex() for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)}
     device = SimpleNamespace(block_of=lambda key: None)
-    large, _ = KeyMaker(known.hash_ratios, known.ids).keys(request().block_hashes, 0)
-    return TierEvents(known, indexes, WIRE, device), indexes, large  # type: ignore[arg-type]
+    large, small = KeyMaker(known.hash_ratios, known.ids).keys(request().block_hashes, 0)
+    return TierEvents(known, indexes, WIRE, device), indexes, large + small  # type: ignore[arg-type]
 
 
 def test_each_tier_publishes_its_stored_and_removed_blocks() -> None:
-    published, indexes, large = tiers()
+    published, indexes, keys = tiers()
     published.notes.take(request(), 0, 8)
     assert list(published.take()) == []
     for index in indexes.values():
-        index.add(large[:1], [SlotId(0)])
-    indexes[Tier.HOST].remove([large[0]])
+        index.add(keys[:1], [SlotId(0)])
+    indexes[Tier.HOST].remove(keys[:1])
     found = [(kind, fields["medium"], fields["locality"]) for kind, fields in published.take()]
     assert found == [
         ("removed", "CPU", "LOCAL"),
@@ -229,31 +212,22 @@ def test_each_tier_publishes_its_stored_and_removed_blocks() -> None:
 
 def test_a_block_stored_before_its_note_is_published_when_the_note_is_made() -> None:
     """The block is on the disk or in the remote tier, but this engine has not computed it yet."""
-    published, indexes, large = tiers()
-    for tier in (Tier.DISK, Tier.REMOTE):
-        indexes[tier].add(large[:2], [SlotId(0), SlotId(1)])
+    published, indexes, keys = tiers()
+    disk, remote = indexes[Tier.DISK], indexes[Tier.REMOTE]
+    for index in (disk, remote):
+        index.add(keys[:3], [SlotId(0), SlotId(1), SlotId(2)])
     assert list(published.take()) == []
-    indexes[Tier.REMOTE].remove([large[0]])
+    remote.remove(keys[:1])
+    for index in (disk, remote):
+        index.remove(keys[2:3])
     assert list(published.take()) == []
     published.notes.take(request(), 0, 8)
     found = [(fields["block_hashes"], fields["locality"]) for _, fields in published.take()]
     assert found == [(["01"], "LOCAL"), (["03"], "LOCAL"), (["03"], "REMOTE")]
-    assert list(published.take()) == []
+    assert (list(published.take()), published.notes.awaited) == ([], {})
 
 
 def test_the_note_of_a_block_on_the_host_is_kept() -> None:
-    published, indexes, large = tiers()
-    indexes[Tier.HOST].add(large[:1], [SlotId(0)])
-    assert published.notes._is_held(large[0])
-    assert not published.notes._is_held(large[1])
-
-
-def test_a_block_removed_before_its_note_is_not_published() -> None:
-    published, indexes, large = tiers()
-    for tier in (Tier.DISK, Tier.REMOTE):
-        indexes[tier].add(large[:1], [SlotId(0)])
-    list(published.take())
-    for tier in (Tier.DISK, Tier.REMOTE):
-        indexes[tier].remove([large[0]])
-    assert list(published.take()) == []
-    assert not published.notes.awaited
+    published, indexes, keys = tiers()
+    indexes[Tier.HOST].add(keys[:1], [SlotId(0)])
+    assert [published.notes._is_held(key) for key in keys[:2]] == [True, False]

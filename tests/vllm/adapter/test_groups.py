@@ -13,23 +13,15 @@ from kvoffload_vllm.progress import KeyMaker
 from kvoffload_vllm.support import Features, find_problems
 from tests.vllm.adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
 
-NEW = Features()
-WITH_STATES = Features(hands_off_states=True)
+LAYERS = {"a": spec("FullAttentionSpec", head_size=64), "b": spec("MLAAttentionSpec", head_size=576)}
+PLAIN = Features()
+WITH_STATES, ONE_GROUP = Features(hands_off_states=True), Features(reports_failed_loads=False)
 
 
 def translate(
-    *groups: Any, sizes: tuple[int, int] | None = None, features: Features = NEW, **settings: Any
+    *groups: Any, sizes: tuple[int, int] = (16, 16), features: Features = PLAIN, **settings: Any
 ) -> VllmGroups:
-    return vllm_groups(
-        vllm_config(**settings), cache_config(*groups), features=features, sizes=sizes or (16, 16)
-    )
-
-
-def problems(*groups: Any, features: Features = NEW, config: Any = None, **settings: Any) -> tuple[str, ...]:
-    config = config or cache_config(*groups)
-    with pytest.raises(ConfigError) as caught:
-        vllm_groups(vllm_config(**settings), config, features=features, sizes=(16, 16))
-    return caught.value.problems
+    return vllm_groups(vllm_config(**settings), cache_config(*groups), features=features, sizes=sizes)
 
 
 def test_the_shape_has_the_engines_numbers() -> None:
@@ -50,26 +42,14 @@ def test_the_shape_has_the_engines_numbers() -> None:
         (spec("ChunkedLocalAttentionSpec", attention_chunk_size=48), AttentionKind.CHUNKED_LOCAL, 48),
         # Without its hybrid cache manager, vLLM keeps all blocks of a layer with window attention.
         (spec("FullAttentionSpec", sliding_window=80), AttentionKind.FULL, None),
+        # Layers of one kind may differ in size.
+        (spec("UniformTypeKVCacheSpecs", kv_cache_specs=LAYERS), AttentionKind.FULL, None),
     ],
 )
 def test_each_known_spec_is_translated(one: Any, kind: AttentionKind, reach: int | None) -> None:
     (translated,) = translate(group(one)).shape.groups
     assert (translated.kind, translated.reach_tokens, translated.block_tokens) == (kind, reach, 16)
     assert not translated.has_lookahead
-
-
-def test_layers_of_one_type_may_differ_in_size() -> None:
-    layers = {"a": spec("FullAttentionSpec", head_size=64), "b": spec("MLAAttentionSpec", head_size=576)}
-    wrapped = spec("UniformTypeKVCacheSpecs", 16, kv_cache_specs=layers, prefix_cacheable=True)
-    (translated,) = translate(group(wrapped)).shape.groups
-    assert translated.kind is AttentionKind.FULL
-
-
-def test_layers_of_one_group_must_have_the_same_window() -> None:
-    wrapped = spec("UniformTypeKVCacheSpecs", 16, kv_cache_specs={"a": window(32), "b": window(48)})
-    assert problems(group(wrapped)) == (
-        "the layers of KV cache group 0 differ in attention kind, block size or window",
-    )
 
 
 def test_the_last_hash_of_a_block_is_its_key() -> None:
@@ -97,55 +77,48 @@ def test_a_group_that_hits_do_not_need_is_left_out() -> None:
     assert [one.group for one in groups.shape.groups] == [0, 1]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["CrossAttentionSpec", "EncoderOnlyAttentionSpec", "RSWASpec", "HiddenStateCacheSpec", "SpecOfTomorrow"],
-)
-def test_a_group_that_hits_need_cannot_be_left_out(name: str) -> None:
-    (problem,) = problems(group(full()), group(spec(name)))
-    assert problem.startswith(f"KV cache group 1 is of {name}; known are FullAttentionSpec, ")
+def mamba(mode: str = "align") -> Any:
+    return group(spec("MambaSpec", 64, mamba_cache_mode=mode))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        cache_config(group(full(), host_resident=True)),
-        cache_config(group(full(), enable_kv_transfer=False)),
-        cache_config(group(full()), hisparse_host_num_blocks=5),
-    ],
-)
-def test_hisparse_is_refused_by_its_groups_or_its_setting(config: Any) -> None:
-    assert "HiSparse" in problems(config=config)[0]
+MIXED = spec("UniformTypeKVCacheSpecs", kv_cache_specs={"a": window(32), "b": window(48)})
+REFUSED = {
+    "cross attention": (cache_config(group(full()), group(spec("CrossAttentionSpec"))), "1 is of CrossAtt"),
+    "an unknown spec": (
+        cache_config(group(full()), group(spec("Odd"))),
+        "is of Odd; known are FullAttention",
+    ),
+    "different windows": (cache_config(group(MIXED)), "differ in attention kind, block size or window"),
+    "no cache": (cache_config(), "nothing to offload"),
+    "HiSparse on the host": (cache_config(group(full(), host_resident=True)), "HiSparse"),
+    "HiSparse without transfers": (cache_config(group(full(), enable_kv_transfer=False)), "HiSparse"),
+    "HiSparse's setting": (cache_config(group(full()), hisparse_host_num_blocks=5), "HiSparse"),
+    "states, older vLLM": (
+        cache_config(group(full()), mamba()),
+        "use vLLM 0.30 or newer, or a model with attent",
+    ),
+}
 
 
-def test_a_model_without_a_cache_is_refused() -> None:
-    assert "nothing to offload" in problems()[0]
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_cache_that_cannot_be_offloaded_is_refused(case: str) -> None:
+    config, said = REFUSED[case]
+    (problem,) = find_problems(vllm_config(), config, PLAIN)
+    assert said in problem
 
 
 # -- recurrent states -----------------------------------------------------------------------------------------------
 
 
-def mamba(mode: str) -> Any:
-    return group(spec("MambaSpec", 64, mamba_cache_mode=mode))
-
-
-def test_states_that_are_not_handed_off_are_refused() -> None:
-    (problem,) = problems(group(full()), mamba("align"))
-    assert problem == (
-        "KV cache group 1 holds recurrent (Mamba) states, which this vLLM does not hand to connectors; "
-        "use vLLM 0.30 or newer, or a model with attention only"
-    )
-
-
 def test_states_are_handed_off_in_one_mode_only() -> None:
-    (problem,) = problems(group(full()), mamba("all"), features=WITH_STATES)
+    (problem,) = find_problems(vllm_config(), cache_config(group(full()), mamba("all")), WITH_STATES)
     assert "in mode all" in problem
     assert problem.endswith("start with --mamba-cache-mode align")
 
 
 def test_states_that_are_handed_off_have_keys_that_end_in_vllms_number_of_the_group() -> None:
     left_out = group(spec("Odd", prefix_cacheable=False))
-    groups = translate(left_out, mamba("align"), group(full(64)), features=WITH_STATES, sizes=(64, 16))
+    groups = translate(left_out, mamba(), group(full(64)), features=WITH_STATES, sizes=(64, 16))
     assert groups.shape.groups[0].kind is AttentionKind.RECURRENT
     assert groups.shape.promises.hands_off_states
     assert groups.shape.state_key_ends == {(1).to_bytes(4, "big")}
@@ -154,11 +127,9 @@ def test_states_that_are_handed_off_have_keys_that_end_in_vllms_number_of_the_gr
 
 
 def test_a_recurrent_group_never_has_lookahead() -> None:
-    """With lookahead, a group needs the state one block before the hit's end, and vLLM does not keep that
-    state.
-    """
+    """With lookahead, hits would need the state one block before their end, and vLLM does not keep it."""
     draft = SimpleNamespace(use_eagle_block_drop=lambda: True)
-    groups = translate(mamba("align"), group(full(64)), features=WITH_STATES, sizes=(64, 16), draft=draft)
+    groups = translate(mamba(), group(full(64)), features=WITH_STATES, sizes=(64, 16), draft=draft)
     assert ahead(groups) == [False, True]
 
 
@@ -166,36 +137,31 @@ def test_a_recurrent_group_never_has_lookahead() -> None:
 
 
 def test_every_problem_is_listed_at_once() -> None:
-    reported = problems(
-        group(spec("Odd")),
-        group(full()),
-        features=Features(reports_failed_loads=False),
-        kv_role="kv_producer",
-        enable_prefix_caching=False,
-        decode_context_parallel_size=2,
-    )
-    assert reported == (
-        "kv_role is 'kv_producer'; it must be 'kv_both', because blocks are both stored and loaded",
+    off: dict[str, Any] = {"enable_prefix_caching": False, "decode_context_parallel_size": 2}
+    with pytest.raises(ConfigError) as caught:
+        translate(group(spec("Odd")), group(full()), features=ONE_GROUP, kv_role="kv_producer", **off)
+    said = (
+        "kv_role is 'kv_producer'; it must be 'kv_both'",
         "prefix caching is off, and blocks are found by their prefix; start with --enable-prefix-caching",
-        "decode_context_parallel_size is 2; it must be 1, tensor and pipeline parallelism may be any",
-        reported[3],
-        reported[4],
+        "decode_context_parallel_size is 2; it must be 1",
+        "KV cache group 0 is of Odd; known are ",
+        "use vLLM 0.30 or newer, or a model with one group",
     )
-    assert reported[3].startswith("KV cache group 0 is of Odd; known are ")
-    assert reported[4].endswith("use vLLM 0.30 or newer, or a model with one group")
+    for problem, words in zip(caught.value.problems, said, strict=True):
+        assert words in problem
 
 
 @pytest.mark.parametrize(("ranks", "refusals"), [(1, 0), (2, 1)])
 def test_ranks_that_each_have_a_scheduler_are_refused(ranks: int, refusals: int) -> None:
     config = vllm_config(world_size=ranks)
     config.parallel_config.distributed_executor_backend = "external_launcher"
-    reported = find_problems(config, cache_config(group(full())), NEW)
+    reported = find_problems(config, cache_config(group(full())), PLAIN)
     assert len(reported) == refusals
     assert all("is 'external_launcher' with 2 ranks" in one for one in reported)
 
 
 def test_one_group_recovers_on_an_older_vllm_too() -> None:
-    assert translate(group(full()), features=Features(reports_failed_loads=False)).ids == (0,)
+    assert translate(group(full()), features=ONE_GROUP).ids == (0,)
 
 
 # -- drafts with lookahead -----------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,8 @@ from tests.vllm.stock import checkpoints, engines
 pytestmark = MARKS
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+Settings = Callable[..., Any]
+Find = Callable[..., KVIdentity]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +32,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def settings(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     """Return a function that makes vLLM's own configuration, for an engine process that started after the
     model's files were written.
     """
@@ -38,7 +41,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)
     monkeypatch.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
 
-    def make(model: Path | str, **options: Any) -> Any:
+    def make(model: Path = checkpoint, **options: Any) -> Any:
         from vllm.engine.arg_utils import EngineArgs
 
         options = {**engines.OPTIONS, **options}
@@ -47,32 +50,36 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return make
 
 
-def find(config: Any, root: Path, by_hand: str | None = None, key: TierKey | None = None) -> KVIdentity:
+@pytest.fixture
+def find(tmp_path: Path) -> Find:
     from kvoffload_vllm.groups import vllm_groups
     from kvoffload_vllm.kv_identity import find_identity
     from kvoffload_vllm.support import Features
 
-    sizes = (32, 32)
-    groups = vllm_groups(vllm_config(), cache_config(group(full(32))), features=Features(), sizes=sizes)
-    return find_identity(config, groups_of(groups.shape), groups.hash_tokens, root, by_hand, key)
+    caches = cache_config(group(full(32)))
+    groups = vllm_groups(vllm_config(), caches, features=Features(), sizes=(32, 32))
+    return partial(
+        find_identity, groups=groups_of(groups.shape), hash_tokens=groups.hash_tokens, root=tmp_path
+    )
 
 
-def test_the_same_model_in_another_folder_has_the_same_identity(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+def test_weights_change_the_identity_and_their_folder_does_not(
+    checkpoint: Path, settings: Settings, find: Find, tmp_path: Path
 ) -> None:
     moved = shutil.copytree(checkpoint, tmp_path / "moved")
-    first, second = (find(settings(model), tmp_path) for model in (checkpoint, moved))
+    other = checkpoints.make("qwen3", tmp_path / "other", seed=1)  # the same names and sizes
+    first, second, third = (find(settings(model)) for model in (checkpoint, moved, other))
     assert first.fingerprint == second.fingerprint
     assert first.weights.startswith("digest ")
+    assert first.weights != third.weights
+    assert replace(first, weights="") == replace(third, weights="")
 
 
-def test_with_each_key_and_without_a_key_the_identity_differs(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_with_each_key_and_without_a_key_the_identity_differs(settings: Settings, find: Find) -> None:
     keys = None, TierKey(bytes(32)), TierKey(b"x" * 32)
-    found = [find(settings(checkpoint), tmp_path, "named", key) for key in keys]
+    found = [find(settings(), by_hand="named", key=key) for key in keys]
     assert len({each.fingerprint for each in found}) == 3
-    assert found[1] == find(settings(checkpoint), tmp_path, "named", TierKey(bytes(32)))
+    assert found[1] == find(settings(), by_hand="named", key=TierKey(bytes(32)))
 
 
 @pytest.mark.parametrize(
@@ -93,29 +100,19 @@ def test_with_each_key_and_without_a_key_the_identity_differs(
     ids=str,
 )
 def test_settings_that_change_the_kv_change_the_identity_and_sizes_do_not(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, options: dict[str, Any], *, same: bool
+    settings: Settings, find: Find, options: dict[str, Any], *, same: bool
 ) -> None:
-    first, second = (find(settings(checkpoint, **more), tmp_path) for more in ({}, options))
-    assert (first.fingerprint == second.fingerprint) is same
+    assert (find(settings()).fingerprint == find(settings(**options)).fingerprint) is same
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 16,
-    "long_factor": [4.0] * 16,
-    "original_max_position_embeddings": 512,
-}
-
-
-@pytest.mark.parametrize("rope", [LONGROPE, {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}])
 def test_the_maximum_length_changes_the_identity_if_rope_depends_on_it(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, rope: dict[str, Any]
+    settings: Settings, find: Find
 ) -> None:
     """vLLM chooses LongRoPE's factors by comparing `max_model_len` with the model's original length."""
-    overrides = {"rope_parameters": rope}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 512}
+    rope |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
     first, second, third = (
-        find(settings(checkpoint, hf_overrides=overrides, max_model_len=longest), tmp_path)
+        find(settings(hf_overrides={"rope_parameters": rope}, max_model_len=longest))
         for longest in (512, 1024, 512)
     )
     assert first.fingerprint != second.fingerprint
@@ -151,10 +148,8 @@ def test_every_rope_of_vllm_is_known() -> None:
 
     from kvoffload_vllm.kv_identity import _LENGTHLESS_ROPES
 
-    known = set(
-        re.findall(r'"(\w+)"', "".join(re.findall(r"scaling_type (?:==|in) .*", getsource(get_rope))))
-    )
-    assert known - _LENGTHLESS_ROPES == {"dynamic", "longrope"}
+    choices = "".join(re.findall(r"scaling_type (?:==|in) .*", getsource(get_rope)))
+    assert set(re.findall(r'"(\w+)"', choices)) - _LENGTHLESS_ROPES == {"dynamic", "longrope"}
 
 
 def test_every_use_of_the_maximum_length_in_vllm_is_known() -> None:
@@ -170,74 +165,63 @@ def test_every_use_of_the_maximum_length_in_vllm_is_known() -> None:
 
 
 def test_the_hashes_seed_changes_the_identity_and_the_data_parallel_engine_does_not(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, find: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settings(checkpoint)
-    alone = find(config, tmp_path)
+    config = settings()
+    alone = find(config)
     config.parallel_config.data_parallel_size = 2
     config.parallel_config.data_parallel_index = config.parallel_config.data_parallel_rank = 1
-    assert find(config, tmp_path) == alone
+    assert find(config) == alone
     monkeypatch.setattr("vllm.v1.core.kv_cache_utils.NONE_HASH", b"another")
-    assert find(config, tmp_path).fingerprint != alone.fingerprint
-
-
-def test_other_weights_of_the_same_names_and_sizes_change_the_identity(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
-) -> None:
-    other = checkpoints.make("qwen3", tmp_path / "other", seed=1)
-    first, second = (find(settings(model), tmp_path) for model in (checkpoint, other))
-    assert first.weights != second.weights
-    assert replace(first, weights="") == replace(second, weights="")
+    assert find(config).fingerprint != alone.fingerprint
 
 
 def test_the_weights_of_a_draft_model_change_the_identity(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+    checkpoint: Path, settings: Settings, find: Find, tmp_path: Path
 ) -> None:
     other = checkpoints.make("qwen3", tmp_path / "other", seed=1)
-    config = settings(checkpoint)
-    alone = find(config, tmp_path)
+    config = settings()
+    alone = find(config)
     found = []
     for model in (checkpoint, other):
-        draft = settings(model).model_config
-        config.speculative_config = SimpleNamespace(
-            method="draft_model", num_speculative_tokens=2, draft_model_config=draft, draft_load_config=None
-        )
-        found.append(find(config, tmp_path))
+        draft = {"draft_model_config": settings(model).model_config, "draft_load_config": None}
+        config.speculative_config = SimpleNamespace(method="draft_model", num_speculative_tokens=2, **draft)
+        found.append(find(config))
     assert len({alone.fingerprint, *(each.fingerprint for each in found)}) == 3
-    assert found[1].weights == f"{alone.weights}, {find(settings(other), tmp_path).weights}"
+    assert found[1].weights == f"{alone.weights}, {find(settings(other)).weights}"
 
 
 def test_a_snapshot_of_the_hub_is_identified_by_its_commit(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path
+    checkpoint: Path, settings: Settings, find: Find, tmp_path: Path
 ) -> None:
     place = tmp_path / "hub" / "models--org--name"
-    (place / "blobs").mkdir(parents=True)
-    (place / "snapshots" / COMMIT).mkdir(parents=True)
+    snapshot = place / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (place / "blobs").mkdir()
     for path in checkpoint.iterdir():
         shutil.copy(path, place / "blobs" / path.name)
-        (place / "snapshots" / COMMIT / path.name).symlink_to(f"../../blobs/{path.name}")
-    config = settings(place / "snapshots" / COMMIT)
-    assert find(config, tmp_path).weights == f"commit {COMMIT}"
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    config = settings(snapshot)
+    assert find(config).weights == f"commit {COMMIT}"
     config.model_config.model = "org/name"  # vLLM sets this name if it can reach the hub
     config.model_config.revision = COMMIT
     config.load_config.download_dir = str(tmp_path / "hub")
-    assert find(config, tmp_path).weights == f"commit {COMMIT}"
+    assert find(config).weights == f"commit {COMMIT}"
     config.model_config.revision = "f" * 40
     config.model_config.hf_config._commit_hash = None
     with pytest.raises(DiskError, match="cannot be determined"):
-        find(config, tmp_path)
+        find(config)
 
 
 def test_weights_that_changed_since_the_process_started_are_refused_unless_named(
-    checkpoint: Path, settings: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, settings: Settings, find: Find, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = shutil.copytree(checkpoint, tmp_path / "changed")
-    config = settings(changed)
-    newest = max(path.stat().st_ctime_ns for path in changed.iterdir())
+    config = settings()
+    newest = max(path.stat().st_ctime_ns for path in checkpoint.iterdir())
     monkeypatch.setattr("kvoffload_vllm.kv_identity.process_began_ns", lambda: newest - 1)
     with pytest.raises(DiskError, match="has changed since this engine started"):
-        find(config, tmp_path)
-    assert find(config, tmp_path, "v7").weights == "named v7"
+        find(config)
+    assert find(config, by_hand="v7").weights == "named v7"
 
 
 def test_a_process_started_before_now_and_after_the_machine() -> None:
@@ -248,36 +232,30 @@ def test_a_process_started_before_now_and_after_the_machine() -> None:
     assert abs(began - process_began_ns()) < 10**9
 
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "random seed": ({"prefix_caching_hash_algo": "xxhash"}, "PYTHONHASHSEED"),
-    "dummy": ({"load_format": "dummy"}, "weights_id"),
-    "object store": ({"model_weights": "s3://bucket/model"}, "weights_id"),
-    "measured scales": ({"calculate_kv_scales": True}, "calculate_kv_scales"),
-}
-
-
-def problems(checkpoint: Path, changes: dict[str, Any], *, named: bool = False) -> list[str]:
+def problems(model: Path, changes: dict[str, Any], *, named: bool = False) -> list[str]:
     from kvoffload_vllm.kv_identity import find_problems
 
-    model = SimpleNamespace(model=str(checkpoint), model_weights="")
-    cache = SimpleNamespace(prefix_caching_hash_algo="sha256")
-    load = SimpleNamespace(load_format="auto")
-    for place in (model, cache, load):
-        for name, value in changes.items():
-            if hasattr(place, name) or (place is cache and name == "calculate_kv_scales"):
-                setattr(place, name, value)
-    config: Any = SimpleNamespace(
-        model_config=model, cache_config=cache, load_config=load, speculative_config=None
-    )
+    values = {"model": str(model), "model_weights": "", "prefix_caching_hash_algo": "sha256"}
+    everything: Any = SimpleNamespace(**values | {"load_format": "auto", **changes})
+    config: Any = SimpleNamespace(speculative_config=None)
+    config.model_config = config.cache_config = config.load_config = everything
     return find_problems(config, has_identity=named)
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"prefix_caching_hash_algo": "xxhash"}, "PYTHONHASHSEED"),
+        ({"load_format": "dummy"}, "weights_id"),
+        ({"model_weights": "s3://bucket/model"}, "weights_id"),
+        ({"calculate_kv_scales": True}, "calculate_kv_scales"),
+    ],
+    ids=str,
+)
 def test_settings_whose_keys_a_restart_could_not_find_are_refused_with_the_remedy(
-    checkpoint: Path, case: str, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, changes: dict[str, Any], remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
-    changes, remedy = REFUSED[case]
     assert problems(checkpoint, {}) == []
     (problem,) = problems(checkpoint, changes)
     assert remedy in problem

@@ -1,8 +1,7 @@
-"""Checks for each form of KV tensors that a block's regions contain all bytes of this block and none of
-another block.
+"""Checks for each form of KV tensors that a block's regions have all bytes of this block and of no other block.
 
-Each test creates a cache as vLLM does, fills every block with its number through the model's views, and
-reads the blocks through the regions.
+Each test creates a cache as vLLM does, fills every block with its number through the model's views, and reads the
+blocks through the regions. vLLM 0.29 and newer `placed` its tensors; `older` versions described them differently.
 """
 
 from __future__ import annotations
@@ -56,95 +55,83 @@ def fill(view: torch.Tensor, block_dim: int = 0) -> torch.Tensor:
     return view
 
 
-def bytes_view(
-    raw: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int
-) -> torch.Tensor:
-    return fill(raw.as_strided(shape, strides, raw.storage_offset() + offset))
+View = tuple[int, int, int]
+"""A layer's view: the bytes of each block's page, the bytes from one block to the next, and the first byte."""
 
 
-# -- placed: 0.29 and newer -----------------------------------------------------------------------------------------
+def views_of(raw: torch.Tensor, views: dict[str, View]) -> dict[str, torch.Tensor]:
+    first = raw.storage_offset()
+    return {
+        name: fill(raw.as_strided((BLOCKS, page_bytes), (stride, 1), first + offset))
+        for name, (page_bytes, stride, offset) in views.items()
+    }
+
+
+ROW, WIDE = BLOCKS * 64, BLOCKS * 96  # bytes of all blocks
+SLAB = {"a": 0, "b": 32, "c": 64}
+DESCRIBED: dict[str, tuple[int, int, dict[str, View], list[Any]]] = {
+    # the regions, all bytes, the views, and vLLM's description of its tensors
+    "blocks are outermost": (
+        1, WIDE, {f"l{n}": (32, 96, n * 32) for n in range(3)}, [placed(WIDE, ["l0", "l1", "l2"], 32, 96)]
+    ),
+    # Each block has 32 bytes of "a", 48 bytes of "b" and 16 bytes of padding. Layer "c" of a second group uses the same
+    # bytes.
+    "a block's pages have different sizes": (
+        1, WIDE, {"a": (32, 96, 0), "b": (48, 96, 32), "c": (96, 96, 0)},
+        [placed(WIDE, ["a"], 32, 96), placed(WIDE, ["b"], 48, 96, 32), placed(WIDE, ["c"], 96, 96)],
+    ),
+    "groups share memory": (
+        2, 2 * ROW, {name: (64, 64, ROW * (name[-1] == "1")) for name in ("full0", "full1", "window0", "window1", "more")},
+        [placed(2 * ROW, layers, ROW, 64) for layers in (["full0", "full1"], ["window0", "window1"], ["more"])],
+    ),
+    "a layer uses another layer's cache": (
+        1, ROW, {"l0": (64, 64, 0), "uses": (64, 64, 0)}, [placed(ROW, ["l0"], ROW, 64)]
+    ),
+    "before 0.29, layers share a tensor": (
+        1, ROW, {"full": (64, 64, 0), "window": (64, 64, 0)}, [older(ROW, ["full", "window"])]
+    ),
+    "before 0.29, one slab has all layers": (
+        1, WIDE, {name: (32, 96, offset) for name, offset in SLAB.items()},
+        [older(WIDE, [name], offset, 96) for name, offset in SLAB.items()],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DESCRIBED)
+def test_regions_have_all_bytes_once_if(case: str) -> None:
+    regions, size, views, tensors = DESCRIBED[case]
+    raw = torch.zeros(size, dtype=torch.int8)
+    layout = layout_of_caches(views_of(raw, views), config(*tensors))
+    assert len(layout.regions) == regions
+    check_pages(layout, size)
 
 
 @pytest.mark.parametrize("padding_before", [0, 4096])
 @pytest.mark.parametrize("ratio", [1, 2])
 def test_if_layers_are_outermost_each_layer_is_a_region(padding_before: int, ratio: int) -> None:
-    size = 3 * BLOCKS * 64
-    raw = torch.zeros(padding_before + size + 32, dtype=torch.int8)[padding_before:]
-    small = 64 // ratio
-    caches = {
-        f"l{layer}": bytes_view(raw, (BLOCKS * ratio, small), (small, 1), layer * BLOCKS * 64)
-        for layer in range(3)
-    }
-    layout = layout_of_caches(caches, config(placed(size, ["l0", "l1", "l2"], BLOCKS * 64, 64)))
+    raw = torch.zeros(padding_before + 3 * ROW + 32, dtype=torch.int8)[padding_before:]
+    parts = raw[: 3 * ROW].view(3, BLOCKS * ratio, 64 // ratio)
+    caches = {f"l{number}": fill(part) for number, part in enumerate(parts)}
+    layout = layout_of_caches(caches, config(placed(3 * ROW, [*caches], ROW, 64)))
     assert len(layout.regions) == 3
-    check_pages(layout, size)
+    check_pages(layout, 3 * ROW)
 
 
 def test_if_heads_are_outside_the_blocks_each_head_is_a_region() -> None:
-    heads, page_bytes = 4, 16
-    layer = heads * BLOCKS * page_bytes
-    raw = torch.zeros(2 * layer, dtype=torch.int8)
-    strides = (page_bytes, BLOCKS * page_bytes, 1)
-    caches = {f"l{n}": bytes_view(raw, (BLOCKS, heads, page_bytes), strides, n * layer) for n in range(2)}
-    layout = layout_of_caches(caches, config(placed(2 * layer, ["l0", "l1"], layer, page_bytes)))
+    layers = torch.zeros(2, 4, BLOCKS, 16, dtype=torch.int8)
+    caches = {f"l{number}": fill(layer.transpose(0, 1)) for number, layer in enumerate(layers)}
+    layout = layout_of_caches(caches, config(placed(2 * ROW, [*caches], ROW, 16)))
     assert len(layout.regions) == 8
-    check_pages(layout, 2 * layer)
-
-
-def test_if_blocks_are_outermost_there_is_one_region() -> None:
-    raw = torch.zeros(BLOCKS * 96, dtype=torch.int8)
-    caches = {f"l{n}": bytes_view(raw, (BLOCKS, 32), (96, 1), n * 32) for n in range(3)}
-    layout = layout_of_caches(caches, config(placed(BLOCKS * 96, ["l0", "l1", "l2"], 32, 96)))
-    assert len(layout.regions) == 1
-    check_pages(layout, BLOCKS * 96)
-
-
-def test_a_blocks_pages_of_different_sizes_are_one_region() -> None:
-    # Each block has 32 bytes of "a", 48 bytes of "b" and 16 bytes of padding. Layer "c" of a second group
-    # uses the same bytes.
-    raw = torch.zeros(BLOCKS * 96, dtype=torch.int8)
-    caches = {
-        "a": bytes_view(raw, (BLOCKS, 32), (96, 1), 0),
-        "b": bytes_view(raw, (BLOCKS, 48), (96, 1), 32),
-        "c": bytes_view(raw, (BLOCKS, 96), (96, 1), 0),
-    }
-    size = BLOCKS * 96
-    tensors = placed(size, ["a"], 32, 96), placed(size, ["b"], 48, 96, 32), placed(size, ["c"], 96, 96)
-    layout = layout_of_caches(caches, config(*tensors))
-    assert len(layout.regions) == 1
-    check_pages(layout, size)
-
-
-def test_groups_that_share_memory_count_once() -> None:
-    size = 2 * BLOCKS * 64
-    raw = torch.zeros(size, dtype=torch.int8)
-    caches = {
-        name: bytes_view(raw, (BLOCKS, 64), (64, 1), place * BLOCKS * 64)
-        for name, place in (("full0", 0), ("full1", 1), ("window0", 0), ("window1", 1), ("more", 0))
-    }
-    layers = ["full0", "full1"], ["window0", "window1"], ["more"]
-    layout = layout_of_caches(caches, config(*(placed(size, one, BLOCKS * 64, 64) for one in layers)))
-    assert len(layout.regions) == 2
-    check_pages(layout, size)
+    check_pages(layout, 2 * ROW)
 
 
 def test_a_view_of_a_wider_type_begins_where_its_layer_does() -> None:
-    raw = torch.zeros(2 * BLOCKS * 64, dtype=torch.int8)
-    typed = raw.view(torch.float32).view(2, BLOCKS, 16)
-    layout = layout_of_caches({"l1": typed[1]}, config(placed(raw.numel(), ["l0", "l1"], BLOCKS * 64, 64)))
-    assert [region.address - raw.data_ptr() for region in layout.regions] == [0, BLOCKS * 64]
+    typed = torch.zeros(2, BLOCKS, 16, dtype=torch.float32)
+    layout = layout_of_caches({"l1": typed[1]}, config(placed(2 * ROW, ["l0", "l1"], ROW, 64)))
+    assert [region.address - typed.data_ptr() for region in layout.regions] == [0, ROW]
 
 
-def test_a_layer_that_shares_another_layers_cache_is_ignored() -> None:
-    raw = torch.zeros(BLOCKS * 64, dtype=torch.int8)
-    view = bytes_view(raw, (BLOCKS, 64), (64, 1), 0)
-    layout = layout_of_caches(
-        {"l0": view, "shares": view}, config(placed(raw.numel(), ["l0"], BLOCKS * 64, 64))
-    )
-    check_pages(layout, raw.numel())
-
-
-# -- one tensor per layer, or one slab: before 0.29 -----------------------------------------------------------------
+# -- one tensor per layer: before 0.29 ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -169,8 +156,7 @@ def test_each_layer_with_its_own_tensor_has_its_own_regions(
 
 
 def test_dimensions_may_have_another_order_in_memory() -> None:
-    # The view has keys and values outside of the blocks, and tokens before heads. In memory both orders are
-    # reversed.
+    """In the view, keys and values come before blocks, and tokens before heads; in memory it is reversed."""
     stored = torch.zeros(BLOCKS, 2, 2, 4, 8, dtype=torch.float32)
     view = stored.permute(1, 0, 3, 2, 4)
     layout = layout_of_caches({"l": view}, config(older(stored.numel() * 4, ["l"])))
@@ -179,77 +165,48 @@ def test_dimensions_may_have_another_order_in_memory() -> None:
 
 
 def test_pages_may_be_padded_at_the_end() -> None:
-    raw = torch.zeros(BLOCKS * 64, dtype=torch.int8)
-    view = bytes_view(raw, (BLOCKS, 48), (64, 1), 0)
-    layout = layout_of_caches({"l": view}, config(older(raw.numel(), ["l"])))
+    caches = views_of(torch.zeros(ROW, dtype=torch.int8), {"l": (48, 64, 0)})
+    layout = layout_of_caches(caches, config(older(ROW, ["l"])))
     assert [region.page_bytes for region in layout.regions] == [64]
-
-
-def test_layers_that_share_a_tensor_count_once() -> None:
-    view = fill(torch.zeros(BLOCKS, 64, dtype=torch.int8))
-    caches = {"full": view, "window": view.view(BLOCKS, 8, 8)}
-    check_pages(layout_of_caches(caches, config(older(view.numel(), ["full", "window"]))), view.numel())
-
-
-def test_a_slab_is_one_region() -> None:
-    raw = torch.zeros(BLOCKS * 96, dtype=torch.int8)
-    offsets = {"a": 0, "b": 32, "c": 64}
-    caches = {name: bytes_view(raw, (BLOCKS, 32), (96, 1), offset) for name, offset in offsets.items()}
-    tensors = [older(raw.numel(), [name], offset, 96) for name, offset in offsets.items()]
-    layout = layout_of_caches(caches, config(*tensors))
-    assert len(layout.regions) == 1
-    check_pages(layout, raw.numel())
 
 
 # -- what cannot be described ---------------------------------------------------------------------------------------
 
+MISSING = "has 896 bytes, but 448 are described by its 1 regions"
+REFUSED: dict[str, tuple[str, int, dict[str, View], list[Any]]] = {
+    # the error, all bytes, the views, and vLLM's description of its tensors
+    "bytes without a description": (MISSING, 2 * ROW, {"l": (64, 64, 0)}, [placed(2 * ROW, ["l"], ROW, 64)]),
+    "bytes without a view": (MISSING, 2 * ROW, {"l": (64, 64, 0)}, [older(ROW, ["l"]), older(ROW, ["lost"])]),
+    "regions that overlap in part": (
+        "overlap", 2 * ROW, {"a": (64, 64, 0), "b": (64, 64, 64)},
+        [placed(2 * ROW, ["a"], ROW, 64), placed(2 * ROW, ["b"], ROW, 64, 64)],
+    ),
+    "pages of different sizes in the same bytes": (
+        "share an address but not a shape", ROW, {"a": (64, 64, 0), "b": (32, 32, 0)},
+        [placed(ROW, ["a"], ROW, 64), placed(ROW, ["b"], ROW // 2, 32)],
+    ),
+    "a size that is not a multiple of the blocks": (
+        "no multiple", ROW + 10, {"a": (64, 64, 0)}, [placed(ROW + 10, ["a"], ROW + 10, 64)]
+    ),
+}  # fmt: skip
 
-def test_bytes_without_a_description_or_a_view_are_noticed() -> None:
-    raw = torch.zeros(2 * BLOCKS * 64, dtype=torch.int8)
-    caches = {"l": bytes_view(raw, (BLOCKS, 64), (64, 1), 0)}
-    for tensors in (
-        [placed(raw.numel(), ["l"], BLOCKS * 64, 64)],
-        [older(BLOCKS * 64, ["l"]), older(BLOCKS * 64, ["lost"])],
-    ):
-        with pytest.raises(
-            EngineContractError, match="has 896 bytes, but 448 are described by its 1 regions"
-        ):
-            layout_of_caches(caches, config(*tensors))
 
-
-def test_regions_that_overlap_in_part_are_refused() -> None:
-    raw = torch.zeros(BLOCKS * 128, dtype=torch.int8)
-    caches = {"a": bytes_view(raw, (BLOCKS, 64), (64, 1), 0), "b": bytes_view(raw, (BLOCKS, 64), (64, 1), 64)}
-    size = BLOCKS * 128
-    tensors = placed(size, ["a"], BLOCKS * 64, 64), placed(size, ["b"], BLOCKS * 64, 64, 64)
-    with pytest.raises(EngineContractError, match="overlap"):
+@pytest.mark.parametrize("case", REFUSED)
+def test_tensors_that_do_not_match_their_description_are_refused(case: str) -> None:
+    error, size, views, tensors = REFUSED[case]
+    caches = views_of(torch.zeros(size, dtype=torch.int8), views)
+    with pytest.raises(EngineContractError, match=error):
         layout_of_caches(caches, config(*tensors))
 
 
-def test_groups_with_pages_of_different_sizes_in_the_same_bytes_are_refused() -> None:
-    raw = torch.zeros(BLOCKS * 64, dtype=torch.int8)
-    caches = {"a": bytes_view(raw, (BLOCKS, 64), (64, 1), 0), "b": bytes_view(raw, (BLOCKS, 32), (32, 1), 0)}
-    tensors = placed(raw.numel(), ["a"], BLOCKS * 64, 64), placed(raw.numel(), ["b"], BLOCKS * 32, 32)
-    with pytest.raises(EngineContractError, match="share an address but not a shape"):
-        layout_of_caches(caches, config(*tensors))
-
-
-def test_a_layer_whose_size_is_not_a_multiple_of_its_blocks_is_refused() -> None:
-    raw = torch.zeros(BLOCKS * 64 + 10, dtype=torch.int8)
-    caches = {"a": bytes_view(raw, (BLOCKS, 64), (64, 1), 0)}
-    with pytest.raises(EngineContractError, match="no multiple"):
-        layout_of_caches(caches, config(placed(raw.numel(), ["a"], BLOCKS * 64 + 10, 64)))
-
-
-def test_a_scattered_block_is_refused() -> None:
-    raw = torch.zeros(BLOCKS * 64, dtype=torch.int8)
-    view = raw.as_strided((BLOCKS, 16), (64, 2))
-    with pytest.raises(EngineContractError, match="scattered"):
-        layout_of_caches({"l": view}, config(older(raw.numel(), ["l"])))
-
-
-def test_a_view_that_counts_something_else_and_a_cache_without_tensors_are_refused() -> None:
-    with pytest.raises(EngineContractError, match="no dimension of l counts 7 blocks"):
-        layout_of_caches({"l": torch.zeros(5, 5, 5)}, config(older(500, ["l"])))
-    with pytest.raises(EngineContractError, match="registered no KV tensor"):
-        layout_of_caches({}, config())
+@pytest.mark.parametrize(
+    ("caches", "error"),
+    [
+        ({"l": torch.zeros(ROW).as_strided((BLOCKS, 16), (64, 2))}, "scattered"),
+        ({"l": torch.zeros(5, 5, 5)}, "no dimension of l counts 7 blocks"),
+        ({}, "registered no KV tensor"),
+    ],
+)
+def test_views_that_are_no_pages_of_blocks_are_refused(caches: dict[str, torch.Tensor], error: str) -> None:
+    with pytest.raises(EngineContractError, match=error):
+        layout_of_caches(caches, config(older(ROW, ["l"])))

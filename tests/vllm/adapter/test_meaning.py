@@ -1,6 +1,4 @@
-"""Tests the description of a block's bytes on a vLLM worker. Workers with different descriptions must not
-share blocks.
-"""
+"""Workers share blocks only if the descriptions of their blocks' bytes are equal."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ PAGE = HEADS * TOKENS * CONTENT
 
 
 def view(blocks: int = BLOCKS, *, tokens_first: bool = False) -> torch.Tensor:
-    """Return a layer's cache of shape [blocks, heads, tokens, content]. In memory, tokens may come before
-    heads.
-    """
+    """Return a layer's cache of shape [blocks, heads, tokens, content]. In memory, tokens may come before heads."""
     if tokens_first:
         return torch.zeros(blocks, TOKENS, HEADS, CONTENT, dtype=torch.int8).transpose(1, 2)
     return torch.zeros(blocks, HEADS, TOKENS, CONTENT, dtype=torch.int8)
@@ -56,17 +52,13 @@ def layout(
     return replace(layout_of_caches(caches, made), meaning=meaning)
 
 
-OTHERS: dict[str, Callable[[], DeviceLayout]] = {
-    "the order of dimensions": lambda: layout(view(tokens_first=True)),
-    "the backend": lambda: layout(backend="FLASHINFER"),
-    "the shape": lambda: layout(view().reshape(BLOCKS, HEADS, CONTENT, TOKENS)),
+CASES: dict[str, tuple[Callable[[], DeviceLayout], bool]] = {
+    "the order of dimensions differs": (lambda: layout(view(tokens_first=True)), False),
+    "the backend differs": (lambda: layout(backend="FLASHINFER"), False),
+    "the shape differs": (lambda: layout(view().reshape(BLOCKS, HEADS, CONTENT, TOKENS)), False),
+    "all is alike": (layout, True),
+    "only the number of blocks differs": (lambda: layout(blocks=BLOCKS + 4), True),
 }
-SAME: dict[str, Callable[[], DeviceLayout]] = {
-    "all is alike": layout,
-    "the number of blocks": lambda: layout(blocks=BLOCKS + 4),
-}
-CASES = [*((make, False) for make in OTHERS.values()), *((make, True) for make in SAME.values())]
-NAMES = [*OTHERS, *SAME]
 
 
 class Worker:
@@ -101,7 +93,7 @@ def slot_file(folder: Path, layout: DeviceLayout) -> bytes:
     return file.file_id
 
 
-@pytest.mark.parametrize(("make", "finds"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("make", "finds"), CASES.values(), ids=CASES)
 def test_r18_a_worker_uses_blocks_on_disk_only_if_their_description_is_the_same(
     tmp_path: Path, make: Callable[[], DeviceLayout], *, finds: bool
 ) -> None:
@@ -114,7 +106,7 @@ def test_r18_a_worker_uses_blocks_on_disk_only_if_their_description_is_the_same(
     assert all("another attention backend or order of dimensions" in reason for reason in replaced)
 
 
-@pytest.mark.parametrize(("make", "finds"), CASES, ids=NAMES)
+@pytest.mark.parametrize(("make", "finds"), CASES.values(), ids=CASES)
 def test_r18_a_worker_uses_blocks_in_a_store_only_if_their_description_is_the_same(
     make: Callable[[], DeviceLayout], monkeypatch: pytest.MonkeyPatch, *, finds: bool
 ) -> None:
@@ -137,9 +129,7 @@ def older_meaning(cache: Any, blocks: int = BLOCKS) -> str:
 
 
 def test_keys_and_values_outside_or_inside_a_block_differ_before_0_29() -> None:
-    """Before 0.29 each backend had one of these layouts. The number of blocks must not change the
-    description.
-    """
+    """Before 0.29 each backend had one of these layouts. The number of blocks must not change the description."""
 
     def outside(blocks: int) -> torch.Tensor:
         return torch.zeros(2, blocks, TOKENS, HEADS, CONTENT)

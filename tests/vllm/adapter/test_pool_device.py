@@ -3,14 +3,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from kvoffload.model import facts
 from kvoffload.model.engine import AuditsLeases
 from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank
 from kvoffload.model.wire import TransferReport
 from kvoffload_vllm.pool_device import VllmDevice
 from tests.core.audit import audit_side
+from tests.vllm.adapter.stand_ins import on_vllm
 
 
 def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
@@ -26,9 +25,7 @@ def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
 
 
 def test_a_hash_of_a_part_of_a_block_is_not_a_key() -> None:
-    """With hashes finer than a block, vLLM also hashes a part of a prompt's last block. Our lookups do not
-    use this hash.
-    """
+    """With hashes finer than a block, vLLM also hashes a part of a prompt's last block; we never look it up."""
     keys = [BlockKey(b"hash" + number.to_bytes(4, "big")) for number in (0, 1)]
     blocks = [
         SimpleNamespace(block_hash=key, block_hash_num_tokens=tokens)
@@ -40,12 +37,9 @@ def test_a_hash_of_a_part_of_a_block_is_not_a_key() -> None:
     assert device.keys_of([DeviceBlockId(block) for block in range(4)]) == [keys[0], None, keys[1], None]
 
 
-@pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore")
+@on_vllm
 def test_lazy_stores_only_whole_blocks() -> None:
-    """The prompt has two whole blocks of 32 tokens, and 24 more tokens. vLLM also hashes the first 16 of
-    these 24 tokens.
-    """
+    """The prompt has two whole blocks of 32 tokens and 24 more tokens, of which vLLM also hashes the first 16."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash

@@ -1,4 +1,4 @@
-"""Tests when the adapter reports requests' progress to the core. The steps have the form of vLLM's steps."""
+"""When the adapter reports requests' progress to the core. The steps have the form of vLLM's steps."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ EVERY = 4
 
 
 class Engine:
-    def __init__(self, every: int = EVERY, free: int = 1000, block: int = BLOCK) -> None:
-        shape = EngineShape((GroupSpec(GroupId(0), AttentionKind.FULL, block),), 1, 1000, step_tokens=64)
-        self.block, self.free, self.last, self.steps = block, free, 0, 0
+    def __init__(self, every: int = EVERY, free: int = 1000) -> None:
+        shape = EngineShape((GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK),), 1, 1000, step_tokens=64)
+        self.free, self.last = free, 0
         self.requests: dict[str, Tracked] = {}
         self.tables: dict[str, int] = {}
         device: Any = SimpleNamespace(free_blocks=lambda: self.free)
@@ -28,26 +28,19 @@ class Engine:
 
     def add(self, name: str, prompt: int) -> Tracked:
         """Add a request, with device blocks for its whole prompt."""
-        request: Any = SimpleNamespace(
-            request_id=name, block_hashes=[], num_computed_tokens=0, num_output_placeholders=0
-        )
+        counts = {"num_computed_tokens": 0, "num_output_placeholders": 0}
+        request: Any = SimpleNamespace(request_id=name, block_hashes=[], **counts)
         tracked = self.requests[name] = Tracked(request)
-        self.tables[name] = -(-prompt // self.block)
+        self.tables[name] = -(-prompt // BLOCK)
         self.last += self.tables[name]
         self.reports.allocated(tracked, 0)
         return tracked
 
     def step(self, tokens: Mapping[str, int]) -> tuple[dict[Any, Any], list[Any]]:
-        """Run a step.
-
-        Returns:
-            The confirmed tokens and the new blocks that the step reports for each request, and the
-            reallocated blocks.
-        """
-        self.steps += 1
+        """Return each reported request's confirmed tokens and new blocks, and the step's reallocated blocks."""
         new_blocks: list[Any] = []
         for name, count in tokens.items():
-            wanted = -(-(self.requests[name].request.num_computed_tokens + count) // self.block)
+            wanted = -(-(self.requests[name].request.num_computed_tokens + count) // BLOCK)
             more = range(self.last + 1, self.last + 1 + wanted - self.tables[name])
             self.last += len(more)
             self.tables[name] += len(more)
@@ -62,9 +55,7 @@ class Engine:
         for name, count in tokens.items():
             request = self.requests[name].request
             request.num_computed_tokens += count
-            request.block_hashes += [b"hash"] * (
-                request.num_computed_tokens // self.block - len(request.block_hashes)
-            )
+            request.block_hashes = [b"hash"] * (request.num_computed_tokens // BLOCK)
         found = {
             each.request: (each.confirmed_tokens, [*each.new_blocks[0]] if each.new_blocks else [])
             for each in progress
@@ -100,9 +91,7 @@ def test_progress_of_decoding_requests_is_reported_together() -> None:
 @pytest.mark.parametrize(
     "engine", [Engine(free=9 * 2 - 1), Engine(every=1)], ids=["nearly full", "every step"]
 )
-def test_progress_is_reported_at_once_if_the_device_is_nearly_full_or_the_interval_is_one(
-    engine: Engine,
-) -> None:
+def test_progress_is_reported_at_once_if_the_device_is_nearly_full_or_in_every_step(engine: Engine) -> None:
     engine.add("a", 15)
     engine.step({"a": 15})
     engine.step({"a": 1})
@@ -148,9 +137,7 @@ def test_unreported_blocks_are_returned_when_a_request_ends_or_is_preempted() ->
 
 
 def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -> None:
-    """vLLM's reset preempts a request outside a step. The next step reports the preemption, and may allocate
-    again.
-    """
+    """vLLM's reset preempts a request outside a step. The next step reports this, and may allocate again."""
     engine = decoding()
     engine.requests["a"].request.num_computed_tokens = 0
     engine.add("a", 15)

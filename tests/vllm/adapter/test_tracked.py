@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from kvoffload_vllm.progress import KeyMaker, Tracked
+from tests.vllm.adapter.stand_ins import on_vllm
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -47,21 +48,11 @@ def test_hashes_that_were_rewritten_are_noticed(hashes: list[bytes], is_rewritte
     assert tracked.is_rewritten == is_rewritten
 
 
-@pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore")
+@on_vllm
 def test_the_callers_trace_is_where_vllm_keeps_it() -> None:
-    # Importing this module sets the environment variables that vLLM reads when it is imported.
-    from tests.vllm.stock import engines
-
-    assert engines.ENVIRONMENT
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    request = Request(
-        "a",
-        [1, 2, 3],
-        SamplingParams(max_tokens=1),
-        pooling_params=None,
-        trace_headers={"traceparent": PARENT},
-    )
+    headers = {"traceparent": PARENT}
+    request = Request("a", [1, 2, 3], SamplingParams(max_tokens=1), None, trace_headers=headers)
     assert Tracked(request).trace_parent == PARENT

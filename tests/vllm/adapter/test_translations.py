@@ -11,17 +11,13 @@ from typing import Any
 
 import pytest
 
-from kvoffload.model.errors import ConfigError
 from kvoffload.model.groups import AttentionKind
 from tests.keys import block_key
+from tests.vllm.adapter.stand_ins import vllm_config
 from tests.vllm.adapter.test_layout import page
+from tests.vllm.engine_rig import MARKS
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore"),
-]
+pytestmark = MARKS
 
 BLOCKS = 7
 IMPORT = """
@@ -95,8 +91,7 @@ def mixed_pages() -> list[Any]:
 LAYER_OUTERMOST = ("LBHNC", "LBNHC")
 BLOCK_OUTERMOST = ("BLHNC", "BLNHC")
 PLACEMENTS = [
-    # vLLM supports different page sizes and split blocks only in layouts that keep a block's page in one
-    # piece.
+    # vLLM supports different page sizes and split blocks only in layouts that keep a block's page in one piece.
     *(
         (layout, model, 32)
         for layout in (*LAYER_OUTERMOST, *BLOCK_OUTERMOST)
@@ -134,9 +129,7 @@ def test_every_placement_is_described(layout_name: str, model: str, kernel_token
 
 
 def check_written_blocks(layout: Any, view: Any, ratio: int) -> None:
-    """Check that a block's page has all bytes that a layer writes into the block, and no bytes of other
-    blocks.
-    """
+    """Check that a block's page has all bytes that a layer writes into the block, and no bytes of other blocks."""
     for block in range(BLOCKS):
         before = [page(layout, other) for other in range(BLOCKS)]
         part = view[block * ratio : (block + 1) * ratio]
@@ -152,23 +145,12 @@ def check_written_blocks(layout: Any, view: Any, ratio: int) -> None:
 # -- groups ---------------------------------------------------------------------------------------------------------
 
 
-def engine(**changes: Any) -> Any:
-    cache = {
-        "enable_prefix_caching": True,
-        "prefix_match_unit": None,
-        "hash_block_size": None,
-        "block_size": 32,
-    }
-    return SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
-        cache_config=SimpleNamespace(**cache),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=128),
-        parallel_config=SimpleNamespace(
-            world_size=2, decode_context_parallel_size=1, prefill_context_parallel_size=1
-        ),
-        speculative_config=None,
-        **changes,
-    )
+def engine() -> Any:
+    made = vllm_config(world_size=2)
+    sizes = {"prefix_match_unit": None, "hash_block_size": None, "block_size": 32}
+    made.cache_config = SimpleNamespace(enable_prefix_caching=True, **sizes)
+    made.parallel_config.prefill_context_parallel_size = 1
+    return made
 
 
 def cache_config(*members: Any) -> Any:
@@ -224,30 +206,14 @@ def test_a_hit_needs_the_blocks_that_vllms_manager_keeps(name: str, fields: dict
         assert ours.first_needed_token(length) == manager.get_num_skipped_tokens(length)
 
 
-def test_older_versions_recover_from_failed_loads_only_with_one_group() -> None:
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
-    from kvoffload_vllm.groups import vllm_groups
-    from kvoffload_vllm.support import find_features
-
-    recovers = hasattr(base, "KVConnectorTransferResults")
-    assert find_features().reports_failed_loads is recovers
-    assert vllm_groups(engine(), cache_config(attention())).ids == (0,)
-    if not recovers:
-        with pytest.raises(ConfigError, match=r"use vLLM 0\.30 or newer"):
-            vllm_groups(engine(), cache_config(attention(), attention()))
-
-
 def test_every_spec_of_vllm_is_known_or_refused_on_purpose() -> None:
     from kvoffload_vllm.support import KINDS
 
     refused = {"RSWASpec", "HiddenStateCacheSpec", "CrossAttentionSpec", "EncoderOnlyAttentionSpec"}
     left_out = {"CircularBufferSpec"}
     hisparse = {"HiSparseHotSpec", "HiSparseResidentSpec"}
-    bases = {"KVCacheSpec", "AttentionSpec", "UniformTypeKVCacheSpecs", "KVCacheGroupSpec", "KpoolTailSpec"}
-    names = {
-        name for name, value in vars(specs()).items() if isinstance(value, type) and name.endswith("Spec")
-    }
+    bases = {"KVCacheSpec", "AttentionSpec", "KVCacheGroupSpec", "KpoolTailSpec"}
+    names = {name for name in vars(specs()) if name.endswith("Spec")}
     assert names <= KINDS.keys() | refused | left_out | hisparse | bases
 
 
@@ -257,9 +223,8 @@ def test_keys_equal_vllms_own() -> None:
     from kvoffload.model.ids import GroupId
 
     for number in (0, 3, 300):
-        assert make_block_hash_with_group_id(BlockHash(b"hash"), number) == block_key(
-            b"hash", GroupId(number)
-        )
+        ours = block_key(b"hash", GroupId(number))
+        assert make_block_hash_with_group_id(BlockHash(b"hash"), number) == ours
 
 
 # -- inside a MultiConnector ----------------------------------------------------------------------------------------

@@ -41,11 +41,7 @@ class Pages:
 
 
 def store(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slots: torch.Tensor,
+    key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Write the tokens' keys and values to their cache slots. Negative slots are padding."""
     live = (slots >= 0).nonzero().flatten()

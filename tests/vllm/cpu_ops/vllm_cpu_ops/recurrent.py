@@ -158,12 +158,7 @@ def _pairs(sources: torch.Tensor, targets: torch.Tensor) -> Iterable[tuple[int, 
 
 
 def gated_delta_net(
-    layer: Any,
-    metadata: Any,
-    mixed_qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    out: torch.Tensor,
+    layer: Any, metadata: Any, mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Compute a layer for all requests of a step, and write the result to `out`.
 
