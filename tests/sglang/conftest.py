@@ -38,8 +38,6 @@ def server(tmp_path_factory: pytest.TempPathFactory, bucket: Bucket, model: Path
 
 @pytest.fixture
 def some(server: Server) -> Prompts:
-    """Return prompts that are in no cache, and the tokens that the server generates for them without our
-    backend.
-    """
+    """Return prompts that are in no cache, and the tokens that the server generates without our backend."""
     server.flush()
     return Prompts.answered_by(server)

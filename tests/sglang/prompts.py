@@ -1,6 +1,4 @@
-"""Prompts that share no page with other tests' prompts, and the tokens that the engine must generate for
-them.
-"""
+"""Prompts that share no page with other tests' prompts, and the tokens that must follow them."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class Prompts:
 
     @classmethod
     def answered_by(cls, server: Server, number: int = 6) -> Self:
-        """Return new prompts and the tokens that the server generates for them without storage. Then empty its
-        caches.
-        """
+        """Return new prompts and the server's tokens for them without storage. Then empty the server's caches."""
         wanted = prompts(number)
         right = [server.generate(prompt).tokens for prompt in wanted]
         server.flush()

@@ -199,9 +199,7 @@ def test_a_hit_ends_at_the_last_page_with_a_state_and_a_window(start: Start, tmp
 
 
 def test_only_the_same_kv_is_found(start: Start, tmp_path: Path, model: Path) -> None:
-    """Check that a backend with one change finds no page, and that a backend without a change then finds all
-    pages.
-    """
+    """With one change, a backend finds no page; without a change, the next backend still finds all pages."""
     ours: dict[str, object] = {"disk_path": str(tmp_path)}
     first = start({"kv": attention("page_first")}, ours)
     assert all(first.batch_set_v1(KEYS, places(attention("page_first"), 0)))

@@ -14,9 +14,7 @@ from tests.sglang.stock.engines import Server, wait_until
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
 
 LONGEST_S = 6.0
-"""The maximum time, in seconds, of a request while the remote tier hangs: SGLang's time limit, ours, and the
-computation.
-"""
+"""The longest that a request may take while the store hangs: SGLang's time limit, ours, and the computation."""
 
 
 def test_another_backend_finds_the_first_backends_pages_in_the_store(

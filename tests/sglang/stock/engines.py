@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvoffload.remote.local import free_port
 from kvoffload_sglang import settings as ours
 from tests.sglang.stock.install import EXTENSIONS, PYTHON
 from tests.vllm.stock import engines as vllm
@@ -132,9 +130,7 @@ class Server(vllm.Server):
         return self.send("POST", "/hicache/storage-backend/clear")
 
     def has_logged(self, words: str) -> bool:
-        """Return whether a line of the log contains `words`. Our lines come from a separate thread and may be
-        late.
-        """
+        """Return whether the log contains `words`. Our lines come from a separate thread and may be late."""
         return words in self.log.read_text()
 
     def flush(self) -> None:
@@ -148,9 +144,7 @@ class Server(vllm.Server):
         return sum(float(line.split()[-1]) for line in lines if all(each in line for each in wanted))
 
     def stop(self, seconds: float = 60) -> int:
-        """Ask the server to exit, then kill the processes that are still running; return the server's exit
-        status.
-        """
+        """Ask the server to exit, then kill what is still running; return the server's exit status."""
         try:
             return super().stop(seconds)
         finally:
@@ -165,56 +159,23 @@ class Server(vllm.Server):
 
 @contextmanager
 def serving(
-    checkpoint: Path,
-    log: Path,
-    *,
-    seconds: float = 900,
-    environment: Mapping[str, str] | None = None,
-    storage: Mapping[str, object] | None = None,
-    **options: object,
-) -> Iterator[Server]:
-    """Start an SGLang server on a free port, wait until it is ready, and stop it at the end of the `with`
-    block.
+    checkpoint: Path, log: Path, *, environment: Mapping[str, str] | None = None,
+    storage: Mapping[str, object] | None = None, **options: object,
+) -> Iterator[Server]:  # fmt: skip
+    """Run an SGLang server on a free port during the `with` block, and wait until it is ready.
 
     Args:
         checkpoint: the model's folder.
         log: the file for the server's output.
-        seconds: the time limit for the start.
         environment: additional environment variables.
         storage: our backend's settings; None starts the server without our backend.
         options: the server's arguments; underscores become dashes.
     """
-    port = free_port()
-    named: dict[str, Any] = {
-        **OPTIONS,
-        "model_path": checkpoint,
-        "host": "127.0.0.1",
-        "port": port,
-        **options,
-    }
+    named = {**OPTIONS, "model_path": checkpoint, **options}
     if storage is not None:
         named["hicache_storage_backend"] = "dynamic"
         named["hicache_storage_backend_extra_config"] = json.dumps({**BACKEND, **storage})
-    command = ["nice", str(PYTHON), "-m", "sglang.launch_server", *_arguments(named)]
-    everything = {**os.environ, **ENVIRONMENT, **(environment or {})}
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=everything, start_new_session=True
-        )
-        server = Server(process, port, log)
-        try:
-            server.wait_until_ready(seconds)
-            yield server
-        finally:
-            server.stop()
-
-
-def _arguments(options: Mapping[str, Any]) -> list[str]:
-    words: list[str] = []
-    for name, value in options.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            words.append(flag)
-        elif value is not False:
-            words += [flag, str(value)]
-    return words
+    command = ["nice", str(PYTHON), "-m", "sglang.launch_server"]
+    everything = {**ENVIRONMENT, **(environment or {})}
+    with vllm.running(Server, command, named, log, everything, seconds=900) as server:
+        yield server

@@ -112,7 +112,7 @@ def test_odd_words_are_ignored(line: str) -> None:
     assert read(f"vllm serve {line}").block_size is None
 
 
-SIZED = ["-tp", "2", "-dp", "2", "--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", "100MiB"]
+SIZED = ["-tp", "2", "-dp", "4", "-dpl", "2", "--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", "100MiB"]
 ALL = [*SIZED, "--block-size", "32", "--max-model-len", "2000", "--kv-transfer-config", ROOMY]
 
 

@@ -19,9 +19,7 @@ Extra = tuple[tuple[Any, ...] | None, int]
 
 
 def extra_keys(request: Any, start: int, end: int, media: int) -> Extra:
-    """Return the extra keys of a block, as vLLM does: the salt for the first block, an image where the image
-    begins.
-    """
+    """Return a block's extra keys, as vLLM does: the salt in the first block, an image where it begins."""
     found = [(name, at - start) for name, at in request.images[media:] if start <= at < end]
     salt = [request.salt] if request.salt and not start else []
     return (*found, *salt) or None, media + len(found)

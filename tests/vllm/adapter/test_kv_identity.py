@@ -33,9 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Return a function that makes vLLM's own configuration, for an engine process that started after the
-    model's files were written.
-    """
+    """Return a function that makes vLLM's configuration, as if the process started after the files were written."""
     from vllm.v1.core import kv_cache_utils
 
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"seed", raising=False)

@@ -1,6 +1,4 @@
-"""Runs a `vllm serve` with the connector, sends requests, and checks the server's log and what it leaves
-behind.
-"""
+"""Runs a `vllm serve` with the connector, sends requests, and checks the log and what the server leaves behind."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ from tests.vllm.stock.client import Reply
 MARKS = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
 
 BLOCK = engines.BLOCK
-START_S = 400  # a start takes 15 s on an idle machine
 _PATIENCE_S = 120.0
 # Send this many requests in a burst, and at most this many bursts.
 _BURST, _BURSTS = 16, 20
@@ -109,11 +106,8 @@ def burst(server: engines.Server) -> Iterator[list[Future[Reply]]]:
 
 def processes(server: engines.Server) -> dict[int, str]:
     """Return the running processes of the server's session: their command lines, by process id."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (name := _member(entry, server.process.pid)):
-            found[int(entry.name)] = name
-    return found
+    entries = [entry for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {int(entry.name): name for entry in entries if (name := _member(entry, server.process.pid))}
 
 
 def shared_memory(server: engines.Server) -> set[Path]:

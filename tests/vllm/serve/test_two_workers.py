@@ -16,7 +16,6 @@ from tests.vllm.engine_rig import SLOT_BYTES
 from tests.vllm.serve.serve_rig import (
     BLOCK,
     MARKS,
-    START_S,
     ask,
     burst,
     check_log,
@@ -37,7 +36,6 @@ pytestmark = MARKS
 DEVICE_BLOCKS = 40  # room for 1,248 tokens; the prompts have thousands of tokens
 OPTIONS = {
     **engines.TWO_WORKERS,
-    "seconds": START_S,
     "num_gpu_blocks_override": DEVICE_BLOCKS,
     "enable_prompt_tokens_details": True,
 }
@@ -74,9 +72,7 @@ def expected(checkpoint: Path) -> Expected:
 def server(
     checkpoint: Path, expected: Expected, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """Start the server that all tests share, except the last test, which starts its own. The second-to-last
-    test shuts this server down.
-    """
+    """Start the server that all tests but the last share. The second-to-last test shuts it down."""
     log = tmp_path_factory.mktemp("offloading") / "log"
     options = {**OPTIONS, "shutdown_timeout": 60}  # without a timeout, vLLM kills its workers at once
     with engines.serving(checkpoint, log, kv_transfer_config=connector(), **options) as running:

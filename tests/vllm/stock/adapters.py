@@ -36,14 +36,7 @@ def make(folder: Path, seed: int) -> Path:
             weights[f"{name}.lora_B.weight"] = draw(size, RANK)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": RANK,
-        "lora_alpha": 2 * RANK,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": list(_SIZES),
-    }
+    config: dict[str, object] = {"r": RANK, "lora_alpha": 2 * RANK, "lora_dropout": 0.0, "bias": "none"}
+    config |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "target_modules": list(_SIZES)}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

@@ -3,13 +3,10 @@
 There are models with full attention, with sliding windows and with recurrent layers. The weights have a wide
 spread, so that every token depends on the whole context, and a block of wrong KV changes the tokens. The
 tokenizer has one token per byte, so that servers also accept text.
-
-    python checkpoints.py qwen3 FOLDER
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,9 +56,7 @@ CHAT_TEMPLATE = (
 
 
 def make(kind: Kind, folder: Path, *, seed: int = 0, **shape: int) -> Path:
-    """Write the checkpoint to `folder`, unless it is there already; return `folder`. `shape` overrides
-    `SHAPE`.
-    """
+    """Write the checkpoint to `folder`, unless it is there; return `folder`. `shape` overrides `SHAPE`."""
     done = folder / "made.json"
     recipe = json.dumps({"kind": kind, "seed": seed, "width": WIDTH, "window": WINDOW, **SHAPE, **shape})
     if done.exists() and done.read_text() == recipe:
@@ -116,15 +111,3 @@ def tokenizer() -> PreTrainedTokenizerFast:
     wrapped = Fast(tokenizer_object=plain, eos_token="<end>", pad_token="<end>")
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="make a small checkpoint with random weights")
-    parser.add_argument("kind", choices=KINDS + RECURRENT)
-    parser.add_argument("folder", type=Path)
-    chosen = parser.parse_args()
-    make(chosen.kind, chosen.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -45,12 +45,9 @@ class Reply:
 
 
 def stream(
-    server: Server,
-    prompt: Sequence[int],
-    count: int,
-    began: Callable[[], object] = lambda: None,
+    server: Server, prompt: Sequence[int], count: int, began: Callable[[], object] = lambda: None,
     salt: str | None = None,
-) -> Reply:
+) -> Reply:  # fmt: skip
     """Stream a greedy completion of `count` tokens; return it. Call `began` at the first token.
 
     A prompt with a salt finds only blocks that were computed with the same salt.
@@ -72,10 +69,8 @@ def stream(
         usage = event.get("usage") or usage
     if not usage:
         raise ConnectionError("the answer was cut off")
-    details = usage.get("prompt_tokens_details") or {}
-    return Reply(
-        tuple(tokens), tuple(logprobs), usage["prompt_tokens"], details.get("cached_tokens") or 0, first
-    )
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    return Reply(tuple(tokens), tuple(logprobs), usage["prompt_tokens"], cached, first)
 
 
 class Metrics:
@@ -83,8 +78,7 @@ class Metrics:
 
     def __init__(self, text: str) -> None:
         self.series: dict[tuple[str, tuple[str, ...]], float] = {}
-        # Each series as `/metrics` writes it.
-        self.written: dict[tuple[str, tuple[str, ...]], str] = {}
+        self.written: dict[tuple[str, tuple[str, ...]], str] = {}  # as `/metrics` writes each series
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 labels = {name: value for name, value in sample.labels.items() if name not in _THEIRS}
@@ -99,24 +93,17 @@ class Metrics:
 
     def exact(self, name: str, *labels: str) -> float:
         """Return the sum of the series with this name and these label values."""
-        return sum(value for at, value in self.labelled(name) if set(labels) <= set(at))
-
-    def labelled(self, name: str) -> Iterator[tuple[tuple[str, ...], float]]:
-        """Yield the label values and the value of each series with this name."""
-        return ((labels, value) for (at, labels), value in self.series.items() if at == name)
+        series = self.series.items()
+        return sum(value for (at, values), value in series if at == name and set(labels) <= set(values))
 
 
 def scrape(server: Server) -> Metrics:
     return Metrics(server.get("/metrics"))
 
 
-def settled(server: Server, seconds: float = 120.0) -> Metrics:
-    """Wait until no request runs and no copy is open. Return the metrics.
-
-    Raises:
-        TimeoutError: the server is still busy after this many seconds.
-    """
-    deadline = time.monotonic() + seconds
+def settled(server: Server) -> Metrics:
+    """Wait until no request runs and no copy is open. Return the metrics."""
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         seen = scrape(server)
         running = seen("vllm:num_requests_running") + seen("vllm:num_requests_waiting")

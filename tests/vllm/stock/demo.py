@@ -43,11 +43,9 @@ CONNECTOR: dict[str, Any] = {
     "kv_connector_extra_config": {"host_bytes": "64MiB"},
 }
 FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 640, 64, 16
-MOST_TURNS = 1 + (engines.OPTIONS["max_model_len"] - FIRST_TOKENS - ANSWER_TOKENS) // (
-    TURN_TOKENS + ANSWER_TOKENS
-)
+_LATER = engines.OPTIONS["max_model_len"] - FIRST_TOKENS - ANSWER_TOKENS  # the tokens of all later turns
+MOST_TURNS = 1 + _LATER // (TURN_TOKENS + ANSWER_TOKENS)
 AT_ONCE = 2  # how many conversations run concurrently
-START_S = 400  # a start takes 15 s on an idle machine
 DEVICE_BLOCKS = {"qwen3": 64, "gemma3": 112}  # eight conversations need at least three times as many blocks
 
 
@@ -61,15 +59,12 @@ class Scene:
 
 def make_scene(asked: argparse.Namespace, folder: Path) -> Scene:
     options = DemoOptions(
-        conversations=asked.conversations,
-        turns=asked.turns,
-        first_tokens=FIRST_TOKENS,
-        turn_tokens=TURN_TOKENS,
+        conversations=asked.conversations, turns=asked.turns, first_tokens=FIRST_TOKENS, turn_tokens=TURN_TOKENS,
         answer_tokens=ANSWER_TOKENS,
-    )
+    )  # fmt: skip
     transformers_logging.disable_progress_bar()
-    conversations = make_conversations(options)
-    return Scene(asked.model, conversations, checkpoints.make(asked.model, folder / asked.model), folder)
+    checkpoint = checkpoints.make(asked.model, folder / asked.model)
+    return Scene(asked.model, make_conversations(options), checkpoint, folder)
 
 
 def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options: Any) -> Play:
@@ -83,7 +78,6 @@ def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options
     with engines.serving(
         scene.checkpoint,
         scene.logs / f"{name}.log",
-        seconds=START_S,
         num_gpu_blocks_override=DEVICE_BLOCKS[scene.kind],
         enable_prompt_tokens_details=True,
         **options,

@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from unittest.mock import patch
 
 from kvoffload.remote.local import free_port
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 Foreign = Any  # vLLM is not installed where types are checked
+AnyServer = TypeVar("AnyServer", bound="Server")
 
 BLOCK = 32  # vLLM's CPU platform requires a multiple of 32 tokens
 
@@ -108,9 +109,7 @@ def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
 
 
 def scheduler_of(llm: LLM) -> Foreign:
-    """Return the scheduler of an engine in this process. Its attribute `connector` is the connector's
-    scheduler side.
-    """
+    """Return the scheduler of an engine in this process. Its `connector` is the connector's scheduler side."""
     return llm.llm_engine.engine_core.engine_core.scheduler
 
 
@@ -207,35 +206,39 @@ class Server:
 
 @contextmanager
 def serving(
-    checkpoint: Path,
-    log: Path,
-    *,
-    seconds: float = 240,
-    environment: Mapping[str, str] | None = None,
-    **options: object,
+    checkpoint: Path, log: Path, *, environment: Mapping[str, str] | None = None, **options: object
 ) -> Iterator[Server]:
     """Run a `vllm serve` on a free port during the `with` block, and wait until it is ready.
 
     Underscores in the names of options become dashes.
     """
-    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(checkpoint)]
-    named = {**OPTIONS, "host": "127.0.0.1", "port": port, "served_model_name": "small", **options}
-    with log.open("wb") as output:
-        process = _launch([*command, *_arguments(named)], output, environment or {})
-        server = Server(process, port, log)
+    everything = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", **(environment or {})}
+    # A start takes 15 s on an idle machine.
+    named = {**OPTIONS, "served_model_name": "small", **options}
+    with running(Server, command, named, log, everything, seconds=400) as server:
+        yield server
+
+
+@contextmanager
+def running(
+    kind: type[AnyServer], command: Sequence[str], options: Mapping[str, Any], log: Path,
+    environment: Mapping[str, str], *, seconds: float,
+) -> Iterator[AnyServer]:  # fmt: skip
+    """Run a server on a free port during the `with` block. Wait at most `seconds` until it is ready."""
+    port = free_port()
+    words = [*command, *_arguments({"host": "127.0.0.1", "port": port, **options})]
+    env = {**os.environ, **environment}
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            words, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+        server = kind(process, port, log)
         try:
             server.wait_until_ready(seconds)
             yield server
         finally:
             server.stop()
-
-
-def _launch(command: list[str], output: IO[bytes], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    everything = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", **environment}
-    return subprocess.Popen(
-        command, stdout=output, stderr=subprocess.STDOUT, env=everything, start_new_session=True
-    )
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,7 +57,7 @@ class TieringOnHost(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not
         if self._worker is None:
             device = Device()
             gpu_worker.current_platform = gpu_worker.ops = device
-            gpu_worker.torch = _TorchWithoutDevice()
+            gpu_worker.torch = SimpleNamespace(**{**vars(torch), "Event": _Event})
             gpu_worker.PIN_MEMORY = False
             tensors = [replace(each, tensor=each.tensor.as_subclass(_OnDevice)) for each in kv_caches.tensors]
             self._worker = self.create_worker(replace(kv_caches, tensors=tensors))
@@ -70,9 +71,7 @@ class _OnDevice(torch.Tensor):
 
 
 class _Stream:
-    """Replaces a CUDA stream. Copies run in the order in which they were submitted. `last` is the latest
-    copy.
-    """
+    """Replaces a CUDA stream. Copies run in the order of their submission. `last` is the latest copy."""
 
     def __init__(self) -> None:
         self.last: Future[float] | None = None
@@ -145,12 +144,3 @@ def _copy(orders: list[tuple[int, int, int]]) -> float:
     for order in orders:
         ctypes.memmove(*order)
     return time.perf_counter()
-
-
-class _TorchWithoutDevice:
-    """Replaces torch in the worker's module. Every name except `Event` is torch's own."""
-
-    Event = _Event
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(torch, name)

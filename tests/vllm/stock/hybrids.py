@@ -71,6 +71,4 @@ def complete_config(folder: Path) -> None:
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if config["model_type"] == "lfm2":
-        path.write_text(
-            json.dumps({**config, "conv_dim": config["hidden_size"], "block_dim": config["hidden_size"]})
-        )
+        path.write_text(json.dumps(config | dict.fromkeys(("conv_dim", "block_dim"), config["hidden_size"])))

@@ -57,7 +57,8 @@ def set_up_environment(torch_index: str | None) -> None:
     if not PYTHON.exists():
         _say(f"making {ENVIRONMENT.relative_to(ROOT)}")
         venv.create(ENVIRONMENT, with_pip=True)
-    torch, others = _split(pins())
+    (torch,) = (pin for pin in pins() if pin.startswith("torch=="))
+    others = [pin for pin in pins() if pin != torch]
     _say(f"installing {torch}")
     _pip("install", "--no-deps", torch, *(["--index-url", torch_index] if torch_index else []))
     _say(f"installing vLLM and {len(others) - 1} more packages")
@@ -112,23 +113,12 @@ def _describe(target: Path, version: str) -> None:
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}{build}\n")
 
 
-def _split(lines: list[str]) -> tuple[str, list[str]]:
-    (torch,) = (line for line in lines if line.startswith("torch=="))
-    return torch, [line for line in lines if line != torch]
-
-
 def _pip(*arguments: str) -> None:
     # Show pip's errors, but not its messages about missing requirements.
-    command: list[str] = [
-        str(PYTHON),
-        "-m",
-        "pip",
-        "--disable-pip-version-check",
-        "--quiet",
-        "--quiet",
-        *arguments,
-    ]
-    subprocess.run(command, check=True, env={**os.environ, "PIP_NO_INPUT": "1"})
+    quiet = ["--disable-pip-version-check", "--quiet", "--quiet"]
+    subprocess.run(
+        [PYTHON, "-m", "pip", *quiet, *arguments], check=True, env={**os.environ, "PIP_NO_INPUT": "1"}
+    )
 
 
 def _digest(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,15 +37,12 @@ def kv_transfer(host_bytes: int, *, lazy: bool = False, inline: bool = False) ->
         lazy: store blocks that are about to be evicted, instead of blocks that were just computed.
         inline: copy inside the hook instead of on a thread, so that runs are reproducible.
     """
+    extra = {"cpu_bytes_to_use": host_bytes, "lazy_offload": lazy, "copies_inline": inline}
     return {
         "kv_connector": "PeerOnHost",
         "kv_connector_module_path": __name__,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "cpu_bytes_to_use": host_bytes,
-            "lazy_offload": lazy,
-            "copies_inline": inline,
-        },
+        "kv_connector_extra_config": extra,
     }
 
 
@@ -56,15 +54,14 @@ class PeerOnHost(SimpleCPUOffloadConnector):  # type: ignore[misc]  # vLLM is no
     ) -> None:
         inline = vllm_config.kv_transfer_config.get_from_extra_config("copies_inline", False)
         worker.DmaCopyBackend = partial(HostCopies, inline)
-        worker.torch = _TorchWithoutDevice()
+        worker.torch = SimpleNamespace(**{**vars(torch), "cuda": _CUDA, "Event": _Done})
         worker.PIN_MEMORY = False
         super().__init__(vllm_config, role, kv_cache_config)
 
     def shutdown(self) -> None:
         """Also end the thread that copies, which vLLM's own class leaves running."""
         super().shutdown()
-        backend = getattr(self.worker_handler, "_backend", None)
-        if backend is not None:
+        if (backend := getattr(self.worker_handler, "_backend", None)) is not None:
             backend.shutdown()
 
 
@@ -148,19 +145,4 @@ class _Stream:
         return 0, 0
 
 
-class _Cuda:
-    Stream = _Stream
-
-    @staticmethod
-    def current_stream() -> _Stream:
-        return _Stream()
-
-
-class _TorchWithoutDevice:
-    """Replaces torch in the worker's module. Every name except `cuda` and `Event` is torch's own."""
-
-    cuda = _Cuda
-    Event = _Done
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(torch, name)
+_CUDA = SimpleNamespace(Stream=_Stream, current_stream=_Stream)

@@ -1,5 +1,4 @@
-"""Runs the tests of this folder on several versions of vLLM, and writes the table in
-plugins/kvoffload_vllm/README.md.
+"""Runs this folder's tests on several versions of vLLM, and writes the table in plugins/kvoffload_vllm/README.md.
 
 For each version and model runner, one pytest process runs with the version's Python files in front of the
 installed vLLM. The program fails if a test fails.
@@ -56,9 +55,7 @@ ONE_START = (
     *(f"{SUITE}/test_each_version.py", f"{SUITE}/test_secondary_tier.py"),
     *("-k", "qwen3 and test_scene"),
 )
-"""What --starts runs on each other version: every scene, with one engine for the connector and one for the
-tier.
-"""
+"""What --starts runs on each other version: every scene, on one engine with the connector and one with the tier."""
 
 ONE_START_OF_V2 = (f"{SUITE}/test_each_version.py", "-k", "qwen3 and test_scene and reloaded")
 

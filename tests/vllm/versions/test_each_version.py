@@ -1,6 +1,4 @@
-"""Scenes that must work on every version of vLLM, with full attention, with sliding windows and, on versions that pass
-states to connectors, with recurrent layers (LFM2).
-"""
+"""Scenes that must work on every version of vLLM that supports the model: full attention, windows, LFM2."""
 
 from __future__ import annotations
 

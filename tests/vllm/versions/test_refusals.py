@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,9 +15,7 @@ pytestmark = MARKS
 
 
 def is_too_old() -> bool:
-    """Return whether this vLLM, like all versions before 0.28, expects recurrent states that our hits do not
-    include.
-    """
+    """Return whether this vLLM is older than 0.28, which expects recurrent states that our hits lack."""
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
     return not hasattr(base.KVConnectorBase_V1, "supports_divergent_local_hybrid_hits")
@@ -41,26 +40,22 @@ def test_the_requested_version_runs() -> None:
     assert vllm.__version__ == os.environ["KVOFFLOAD_VLLM"]
 
 
+def check_refused(words: str, kind: checkpoints.Kind, folder: Path, **options: Any) -> None:
+    with pytest.raises(Exception, match=words), offloading(kind, folder, **options):
+        pass
+
+
 def test_a_hybrid_model_is_refused_if_failed_loads_cannot_be_reported(folder: Path) -> None:
     if is_too_old() or recovers_several_groups():
         pytest.skip("this version recovers them, or is refused altogether")
-    with (
-        pytest.raises(Exception, match=r"use vLLM 0\.30 or newer, or a model with one group"),
-        offloading("gemma3", folder),
-    ):
-        pass
+    check_refused(r"use vLLM 0\.30 or newer, or a model with one group", "gemma3", folder)
 
 
 def test_a_version_that_lacks_a_hook_is_refused(folder: Path) -> None:
     """Before 0.28, a hook is missing. On other versions, the test requires a hook that does not exist."""
     missing = "supports_divergent_local_hybrid_hits" if is_too_old() else "a_hook_of_another_version"
-    lacking = nullcontext() if is_too_old() else patch("kvoffload_vllm.support.NEEDED", (missing,))
-    with (
-        lacking,
-        pytest.raises(Exception, match=rf"lacks {missing}; the connector works with vLLM 0\.28 and newer"),
-        offloading("qwen3", folder),
-    ):
-        pass
+    with nullcontext() if is_too_old() else patch("kvoffload_vllm.support.NEEDED", (missing,)):
+        check_refused(rf"lacks {missing}; the connector works with vLLM 0\.28 and newer", "qwen3", folder)
 
 
 def test_sleep_mode_is_refused(folder: Path) -> None:
@@ -68,9 +63,5 @@ def test_sleep_mode_is_refused(folder: Path) -> None:
 
     if is_too_old():
         pytest.skip("this version is refused altogether")
-    with (
-        patch.object(type(current_platform), "is_sleep_mode_available", lambda self: True),
-        pytest.raises(Exception, match="start without --enable-sleep-mode"),
-        offloading("qwen3", folder, enable_sleep_mode=True),
-    ):
-        pass
+    with patch.object(type(current_platform), "is_sleep_mode_available", lambda self: True):
+        check_refused("start without --enable-sleep-mode", "qwen3", folder, enable_sleep_mode=True)

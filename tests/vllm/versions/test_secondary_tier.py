@@ -1,5 +1,4 @@
-"""Tests kvoffload's tier below vLLM's own `OffloadingConnector`: equal tokens, hits after a restart, and
-failing tiers.
+"""Tests kvoffload's tier below vLLM's own `OffloadingConnector`.
 
 Only the copies between device and host are replaced, as for the `fs` tier (`tests/vllm/stock/fs_peer.py`).
 """
@@ -39,8 +38,6 @@ HOST_CHUNKS = 12
 TOKENS = 8
 KILLS = int(os.environ.get("KVOFFLOAD_TIER_KILLS", "20"))
 SEED = 7
-
-
 PROMPTS = [prompt(seed, BLOCKS * engines.BLOCK + 9) for seed in range(3)]
 OTHERS = [prompt(seed, 10 * engines.BLOCK + 9) for seed in range(10, 16)]
 
@@ -73,13 +70,9 @@ class Life:
 
 @contextmanager
 def living(
-    folder: Path,
-    *,
-    seed: int = 0,
-    store: FakeStore | None = None,
-    engine: Mapping[str, object] | None = None,
+    folder: Path, *, seed: int = 0, store: FakeStore | None = None, engine: Mapping[str, object] | None = None,
     **settings: object,
-) -> Iterator[Life]:
+) -> Iterator[Life]:  # fmt: skip
     """Run an engine with the tier on a folder or on a remote tier during the `with` block.
 
     The engine's process counts as started now, because weights that are newer than the process are refused.
@@ -89,8 +82,7 @@ def living(
     tier: dict[str, object] = {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier"}
     tier |= {"disk_path": str(folder / "disk"), "disk_bytes": "8MiB"} if store is None else REMOTE
     transfer = fs_peer.kv_transfer(HOST_CHUNKS * SLOT_BYTES, folder, {**tier, **settings})
-    options = {"num_gpu_blocks_override": 40, "max_model_len": 512, "kv_transfer_config": transfer}
-    options |= engine or {}
+    options = {"num_gpu_blocks_override": 40, "max_model_len": 512, **(engine or {})}
     checkpoint = checkpoints.make("qwen3", folder / f"model{seed}", seed=seed)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
@@ -98,7 +90,7 @@ def living(
         patched.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)
         for side in ("worker_side", "remote_catalog") if store is not None else ():
             patched.setattr(f"kvoffload.runtime.{side}.open_store", lambda *_: store)
-        with engines.in_process(checkpoint, **options) as llm:
+        with engines.in_process(checkpoint, kv_transfer_config=transfer, **options) as llm:
             life = Life(llm)
             # vLLM sets the hash seed before its first step, and the tier can open only after that step.
             life.ask([(1, 2, 3)])
@@ -235,10 +227,8 @@ def test_events_report_blocks_stored_on_the_disk_and_removed_from_it(tmp_path: P
 
         life.tier.take_events = take_events
         life.ask()
-        came, left = (
-            [key for event in taken if event.removed is removed for key in event.keys]
-            for removed in (False, True)
-        )
+        came = [key for event in taken if not event.removed for key in event.keys]
+        left = [key for event in taken if event.removed for key in event.keys]
         assert len(came) == len(PROMPTS) * BLOCKS
         assert set(left) <= set(came)
         assert len(came) - len(left) == 10, "the disk has ten slots"

@@ -1,6 +1,4 @@
-"""Copies between a KV cache and its host memory, for pools of attention layers. SGLang uses CUDA kernels for
-them.
-"""
+"""Copies between a KV cache and its host memory, in place of SGLang's CUDA kernels, for attention layers."""
 
 from __future__ import annotations
 

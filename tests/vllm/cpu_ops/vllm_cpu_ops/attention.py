@@ -29,9 +29,7 @@ class Pages:
         return self.keys.shape[2]
 
     def gather(self, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of `[requests, n]` blocks. Both have the shape `[requests, kv heads, n *
-        block tokens, head size]`.
-        """
+        """Return the blocks' keys and values, both `[requests, kv heads, n * block tokens, head size]`."""
         return _laid_out(self.keys[block_ids]), _laid_out(self.values[block_ids])
 
     def sees(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -106,9 +104,7 @@ def _chunk(query: torch.Tensor, length: int, table: torch.Tensor, pages: Pages) 
 def _weighted(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: torch.Tensor, pages: Pages
 ) -> torch.Tensor:
-    """Return the values, weighted by attention. `query` and the result have the shape `[requests, tokens,
-    heads, size]`.
-    """
+    """Return the values `[requests, tokens, heads, size]`, weighted by attention. `query` has the same shape."""
     requests, tokens, heads, size = query.shape
     grouped = query.view(requests, tokens, keys.shape[1], -1, size).permute(0, 2, 3, 1, 4).float()
     scores = grouped @ keys.unsqueeze(2).transpose(-1, -2) * pages.scale

@@ -197,9 +197,7 @@ def _delta_rule(
     rate: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Fill `out`. Return the state after the last token, in the shape `[heads, size of a value, size of a
-    key]`.
-    """
+    """Fill `out`. Return the state after the last token: `[heads, size of a value, size of a key]`."""
     repeats = value.shape[1] // key.shape[1]
     query, key = (_unit(each).repeat_interleave(repeats, dim=1) for each in (query, key))
     query = query * key.shape[-1] ** -0.5
@@ -243,9 +241,7 @@ def _conv1d_update(
 
 
 def _conv1d_weight_pack(weight: torch.Tensor) -> torch.Tensor:
-    """Leave the weights unchanged. With bfloat16 on a CPU, vLLM 0.30 calls this function for weights of any
-    type.
-    """
+    """Leave the weights unchanged. vLLM 0.30 calls this function for weights of any type."""
     return weight.unsqueeze(1).clone()
 
 
