@@ -12,9 +12,8 @@ from tests.sglang.stock.engines import Server, serving
 from tests.sglang.stock.install import BELOW
 from tests.vllm.stock.checkpoints import make
 
-os.environ["PATH"] += (
-    f"{os.pathsep}{BELOW / 'bin'}"  # the programs of vLLM's environment, such as the S3 server
-)
+# the programs of vLLM's environment, such as the S3 server
+os.environ["PATH"] += f"{os.pathsep}{BELOW / 'bin'}"
 
 
 @pytest.fixture(scope="session")

@@ -19,16 +19,12 @@ _numbers = count()
 def prompts(number: int) -> list[list[int]]:
     """Return new prompts. Six prompts do not fit in the device's cache, and twelve do not fit in host memory."""
     firsts = [next(_numbers) for _ in range(number)]
-    return [
-        [first % 256, first // 256, *((7 * place + 13 * first) % 256 for place in range(WHOLE + 3))]
-        for first in firsts
-    ]
+    rest = range(WHOLE + 3)
+    return [[one % 256, one // 256, *((7 * place + 13 * one) % 256 for place in rest)] for one in firsts]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts, and the tokens that the engine must generate for each prompt."""
-
     wanted: Sequence[Sequence[int]]
     right: Sequence[tuple[int, ...]]
 
@@ -65,8 +61,7 @@ class Prompts:
 def attached(
     server: Server, policy: str = "timeout", *, opens: bool = True, **settings: object
 ) -> Iterator[None]:
-    """Attach our backend during the `with` block. The caches of device and host are emptied before and after
-    it.
+    """Attach our backend during the `with` block, and empty the caches of device and host before and after it.
 
     Args:
         server: the SGLang server.

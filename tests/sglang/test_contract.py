@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,55 +22,36 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.filterwa
 
 PAGE, PAGES = 4, 8
 KEYS = [hashlib.sha256(b"%d" % number).hexdigest() for number in range(PAGES)]
-LAYOUTS = ["layer_first", "page_first", "page_first_direct", "page_head"]
 Start = Callable[..., "KVOffloadStorage"]
 
 
-def attention(layout: str, heads: int = 2, dtype: str = "float32") -> Any:
+def attention(layout: str = "page_first", heads: int = 2, dtype: str = "float32") -> Any:
     """Return SGLang's host pool of an attention model with two layers. The pool holds `2 * PAGES` pages."""
     import torch
     from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, KVBuffers, MHABufferInfo
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     kind, tokens = getattr(torch, dtype), PAGE * PAGES
-    layers = [tuple(torch.zeros(tokens, heads, 8, dtype=kind) for _ in range(2)) for _ in "kv"]
-    addresses = [torch.tensor([each.data_ptr() for each in some], dtype=torch.uint64) for some in layers]
-    info = MHABufferInfo(
-        buffers=KVBuffers(
-            k=layers[0],
-            v=layers[1],
-            k_data_ptrs=addresses[0],
-            v_data_ptrs=addresses[1],
-            layout=KVBufferLayout.NHD,
-        ),
-        page_size=PAGE,
-        head_num=heads,
-        head_dim=8,
-        v_head_dim=8,
-        dtype=kind,
-        device=torch.device("cpu"),
-    )
-    return MHATokenToKVPoolHost(
-        info,
-        2.0,
-        0,
-        PAGE,
-        layout,
-        pin_memory=False,
-        device_capacity_tokens=tokens,
-        start_layer=0,
-        end_layer=2,
-    )
+    keys, values = (tuple(torch.zeros(tokens, heads, 8, dtype=kind) for _ in range(2)) for _ in "kv")
+    pointers = {
+        f"{name}_data_ptrs": torch.tensor([each.data_ptr() for each in layers], dtype=torch.uint64)
+        for name, layers in (("k", keys), ("v", values))
+    }
+    buffers = KVBuffers(k=keys, v=values, layout=KVBufferLayout.NHD, **pointers)
+    shape = {"page_size": PAGE, "head_num": heads, "head_dim": 8, "v_head_dim": 8, "dtype": kind}
+    info = MHABufferInfo(buffers=buffers, device=torch.device("cpu"), **shape)
+    size = {"device_capacity_tokens": tokens, "start_layer": 0, "end_layer": 2}
+    return MHATokenToKVPoolHost(info, 2.0, 0, PAGE, layout, pin_memory=False, **size)
 
 
-def states(layout: str = "page_first") -> Any:
+def states() -> Any:
     """Return SGLang's host pool of recurrent states, with one state per page."""
     import torch
     from sglang.srt.mem_cache.device_pool_info import MambaStateBufferInfo
     from sglang.srt.mem_cache.pool_host.mamba import MambaPoolHost
 
     info = MambaStateBufferInfo(temporal=torch.zeros(2, PAGES, 3, 5), conv=(torch.zeros(2, PAGES, 6),))
-    return MambaPoolHost(info, 2.0, 0, device_capacity=PAGES, pin_memory=False, layout=layout)
+    return MambaPoolHost(info, 2.0, 0, device_capacity=PAGES, pin_memory=False, layout="page_first")
 
 
 def fill(pool: Any, seed: int) -> None:
@@ -88,9 +70,12 @@ def places(pool: Any, first: int, count: int = PAGES) -> torch.Tensor:
 
 
 def pages(pool: Any, first: int, count: int = PAGES) -> list[torch.Tensor]:
-    return [
-        pool.get_data_page(start).clone() for start in places(pool, first, count)[:: pool.page_size].tolist()
-    ]
+    starts = places(pool, first, count)[:: pool.page_size].tolist()
+    return [pool.get_data_page(start).clone() for start in starts]
+
+
+def are_equal(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    return all(bool((one == other).all()) for one, other in zip(some, others, strict=True))
 
 
 @pytest.fixture(scope="session")
@@ -103,8 +88,11 @@ def settings(model: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def start(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """Return a function that starts a backend with given pools, our settings, and SGLang's settings and rank."""
+def start(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Return a function that starts a backend, by default with its disk in `tmp_path`.
+
+    The function takes the attention pool or all pools, our settings, SGLang's settings, and the rank's arguments.
+    """
     from msgspec.structs import fields
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
     from sglang.srt.server_args import ServerArgs
@@ -114,18 +102,20 @@ def start(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator
 
     monkeypatch.setattr("kvoffload_sglang.identity.process_began_ns", lambda: None)
     namespaces = {each._NS_PATH: tuple(one.name for one in fields(each)) for each in ServerArgs._NAMESPACES}
+    alone: dict[str, Any] = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0)
+    alone |= dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)
+    alone |= dict.fromkeys(("is_mla_model", "enable_storage_metrics", "is_page_first_layout"), False)
     with ExitStack() as running:
 
         def begin(
-            pools: dict[str, Any], ours: dict[str, object], sglang: dict[str, Any] | None = None, **rank: Any
+            pools: Any,
+            ours: dict[str, object] | None = None,
+            sglang: dict[str, Any] | None = None,
+            **rank: Any,
         ) -> KVOffloadStorage:
-            ranks = dict.fromkeys(("tp_rank", "pp_rank", "attn_cp_rank"), 0)
-            sizes = dict.fromkeys(("tp_size", "pp_size", "attn_cp_size"), 1)
-            off = dict.fromkeys(("is_mla_model", "enable_storage_metrics", "is_page_first_layout"), False)
-            extra = {"interface_v1": 1, "disk_bytes": "1MiB", **ours}
-            config = HiCacheStorageConfig(
-                **{**ranks, **sizes, **off, "model_name": "model", "extra_config": extra, **rank}
-            )
+            pools = pools if isinstance(pools, dict) else {"kv": pools}
+            extra = {"interface_v1": 1, "disk_bytes": "1MiB", **(ours or {"disk_path": str(tmp_path)})}
+            config = HiCacheStorageConfig(**{**alone, "model_name": "model", "extra_config": extra, **rank})
             engine = Engine({**settings, **(sglang or {})}, namespaces, config, 0, "this one")
             monkeypatch.setattr(storage, "this_engine", lambda _: engine)
             made = storage.KVOffloadStorage(config, {})
@@ -140,36 +130,28 @@ def start(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield begin
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_every_layout_pages_can_be_read_into_other_positions(
-    start: Start, tmp_path: Path, layout: str
-) -> None:
+@pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct", "page_head"])
+def test_in_every_layout_pages_can_be_read_into_other_positions(start: Start, layout: str) -> None:
     pool = attention(layout)
     fill(pool, 1)
     written, others = pages(pool, 0), pages(pool, PAGES)
-    backend = start({"kv": pool}, {"disk_path": str(tmp_path)})
+    backend = start(pool)
     assert backend.batch_set_v1(KEYS, places(pool, 0)) == [True] * PAGES
     backend.close()
-    backend = start({"kv": pool}, {"disk_path": str(tmp_path)})
+    backend = start(pool)
     assert backend.batch_exists([*KEYS, "00"]) == PAGES
-    some = KEYS[:5]
-    assert backend.batch_get_v1(some, places(pool, PAGES, 5)) == [True] * 5
-    assert all(map(_equal, pages(pool, PAGES, 5), written))
-    assert all(map(_equal, pages(pool, PAGES + 5, 3), others[5:]))
-    assert all(map(_equal, pages(pool, 0), written))
+    assert backend.batch_get_v1(KEYS[:5], places(pool, PAGES, 5)) == [True] * 5
+    assert are_equal(pages(pool, PAGES), [*written[:5], *others[5:]])
+    assert are_equal(pages(pool, 0), written)
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool((one == other).all())
-
-
-def test_a_hit_ends_at_the_last_page_with_a_state_and_a_window(start: Start, tmp_path: Path) -> None:
+def test_a_hit_ends_at_the_last_page_with_a_state_and_a_window(start: Start) -> None:
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 
-    pools = {"kv": attention("page_first"), "mamba": states(), "swa": attention("layer_first")}
+    pools = {"kv": attention(), "mamba": states(), "swa": attention("layer_first")}
     for seed, pool in enumerate(pools.values()):
         fill(pool, seed)
-    backend = start(pools, {"disk_path": str(tmp_path)})
+    backend = start(pools)
 
     def transfer(name: PoolName, numbers: Sequence[int], first: int = 0) -> PoolTransfer:
         keys = [KEYS[number] for number in numbers]
@@ -178,56 +160,47 @@ def test_a_hit_ends_at_the_last_page_with_a_state_and_a_window(start: Start, tmp
 
     assert all(backend.batch_set_v1(KEYS[:7], places(pools["kv"], 0, 7)))
     state, window = transfer(PoolName.MAMBA, [1, 3, 5]), transfer(PoolName.SWA, [2, 3, 4])
-    written = backend.batch_set_v2([state, window])
-    assert written == {"mamba": [True] * 3, "swa": [True] * 3}
+    assert backend.batch_set_v2([state, window]) == {"mamba": [True] * 3, "swa": [True] * 3}
 
-    asked = [transfer(PoolName.MAMBA, [7]), transfer(PoolName.SWA, [6, 7])]
-    found = backend.batch_exists_v2(KEYS, asked)
-    assert found.kv_hit_pages == 4
-    assert found.restorable_prefix_pages == [4]
+    found = backend.batch_exists_v2(KEYS, [transfer(PoolName.MAMBA, [7]), transfer(PoolName.SWA, [6, 7])])
+    assert (found.kv_hit_pages, found.restorable_prefix_pages) == (4, [4])
     assert found.extra_pool_hit_pages == {"kv": 7, "mamba": 6, "swa": 5}
     every = PoolTransfer(PoolName.SWA, None, None, KEYS, PoolHitPolicy.ALL_PAGES)
     assert backend.batch_exists_v2(KEYS, [every]).kv_hit_pages == 0
     assert backend.batch_exists_v2(KEYS).restorable_prefix_pages == list(range(1, 8))
 
-    got = backend.batch_get_v2(
-        [transfer(PoolName.MAMBA, [3], PAGES), transfer(PoolName.SWA, [2, 3, 0], PAGES)]
-    )
-    assert got == {"mamba": [True], "swa": [True, True, False]}
-    assert _equal(pages(pools["mamba"], PAGES, 1)[0], pages(pools["mamba"], 1, 1)[0])
-    assert all(map(_equal, pages(pools["swa"], PAGES, 2), pages(pools["swa"], 0, 2)))
+    wanted = [transfer(PoolName.MAMBA, [3], PAGES), transfer(PoolName.SWA, [2, 3, 0], PAGES)]
+    assert backend.batch_get_v2(wanted) == {"mamba": [True], "swa": [True, True, False]}
+    assert are_equal(pages(pools["mamba"], PAGES, 1), pages(pools["mamba"], 1, 1))
+    assert are_equal(pages(pools["swa"], PAGES, 2), pages(pools["swa"], 0, 2))
 
 
 def test_only_the_same_kv_is_found(start: Start, tmp_path: Path, model: Path) -> None:
     """With one change, a backend finds no page; without a change, the next backend still finds all pages."""
-    ours: dict[str, object] = {"disk_path": str(tmp_path)}
-    first = start({"kv": attention("page_first")}, ours)
-    assert all(first.batch_set_v1(KEYS, places(attention("page_first"), 0)))
+    first = start(attention())
+    assert all(first.batch_set_v1(KEYS, places(attention(), 0)))
     first.close()
-    pool = attention("page_first")
-    other = tmp_path / "other"
-    other.mkdir()
-    for file in model.iterdir():
-        (other / file.name).write_bytes(file.read_bytes())
+    other = shutil.copytree(model, tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "rope_theta": 12345.0}))
-    changes: dict[str, tuple[Any, dict[str, object], dict[str, Any], dict[str, Any]]] = {
-        "weights": (pool, ours, {"model_path": str(other)}, {}),
-        "a name for the weights": (pool, {**ours, "weights_id": "v2"}, {}, {}),
-        "layout": (attention("page_first_direct"), ours, {}, {}),
-        "type": (attention("page_first", dtype="float16"), ours, {}, {}),
-        "heads": (attention("page_first", heads=4), ours, {}, {}),
-        "rank": (pool, ours, {}, {"tp_rank": 1, "tp_size": 2}),
-        "size": (pool, ours, {}, {"tp_size": 2}),
-        "stage": (pool, ours, {}, {"pp_rank": 1, "pp_size": 2}),
-        "quantization": (pool, ours, {"quantization": "fp8"}, {}),
-        "attention backend": (pool, ours, {"attention_backend": "other"}, {}),
+    pool, named = attention(), {"disk_path": str(tmp_path), "weights_id": "v2"}
+    changes: dict[str, tuple[Any, dict[str, Any]]] = {
+        "weights": (pool, {"sglang": {"model_path": str(other)}}),
+        "a name for the weights": (pool, {"ours": named}),
+        "layout": (attention("page_first_direct"), {}),
+        "type": (attention(dtype="float16"), {}),
+        "heads": (attention(heads=4), {}),
+        "rank": (pool, {"tp_rank": 1, "tp_size": 2}),
+        "size": (pool, {"tp_size": 2}),
+        "stage": (pool, {"pp_rank": 1, "pp_size": 2}),
+        "quantization": (pool, {"sglang": {"quantization": "fp8"}}),
+        "attention backend": (pool, {"sglang": {"attention_backend": "other"}}),
     }
-    for change, (changed, settings, sglang, rank) in changes.items():
-        backend = start({"kv": changed}, settings, sglang, **rank)
+    for change, (changed, arguments) in changes.items():
+        backend = start(changed, **arguments)
         assert backend.batch_exists(KEYS) == 0, change
         backend.close()
-    same = start({"kv": pool}, ours, {"port": 1, "mem_fraction_static": 0.1, "max_running_requests": 3})
+    same = start(pool, sglang={"port": 1, "mem_fraction_static": 0.1, "max_running_requests": 3})
     assert same.batch_exists(KEYS) == PAGES
 
 
@@ -236,19 +209,18 @@ def test_only_one_rank_writes_replicated_kv_and_all_ranks_find_it_in_the_store(
 ) -> None:
     bucket.reach(monkeypatch)
     ours: dict[str, object] = {"remote_url": f"{bucket.url}/ranks"}
-    pools = [attention("page_first") for _ in range(2)]
+    pools = [attention() for _ in range(2)]
     for seed, pool in enumerate(pools):
         fill(pool, seed)
     writer, reader = (
-        start({"kv": pool}, ours, tp_rank=rank, tp_size=2, is_mla_model=True)
-        for rank, pool in enumerate(pools)
+        start(pool, ours, tp_rank=rank, tp_size=2, is_mla_model=True) for rank, pool in enumerate(pools)
     )
     assert all(writer.batch_set_v1(KEYS, places(pools[0], 0)))
     assert reader.batch_exists(KEYS) == PAGES
     assert all(reader.batch_get_v1(KEYS, places(pools[1], 0)))
-    assert all(map(_equal, pages(pools[0], 0), pages(pools[1], 0)))
+    assert are_equal(pages(pools[0], 0), pages(pools[1], 0))
     with pytest.raises(ConfigError, match="use remote_url only"):
-        start({"kv": pools[0]}, {"disk_path": "/nowhere"}, tp_size=2, is_mla_model=True)
+        start(pools[0], tp_size=2, is_mla_model=True)
 
 
 @pytest.mark.parametrize(
@@ -263,27 +235,25 @@ def test_kv_that_no_other_process_could_find_is_refused(
     start: Start, tmp_path: Path, sglang: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
-        start({"kv": attention("page_first")}, {"disk_path": str(tmp_path)}, sglang)
+        start(attention(), sglang=sglang)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_pool_that_is_registered_too_late_or_has_no_addresses_is_refused(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_pool_that_is_registered_too_late_or_has_no_addresses_is_refused(start: Start) -> None:
     from sglang.srt.mem_cache.hicache_storage import PoolName
 
-    backend = start({"kv": attention("page_first")}, {"disk_path": str(tmp_path)})
+    backend = start(attention())
     with pytest.raises(ConfigError, match="the draft pool after the storage backend was attached"):
-        backend.register_mem_host_pool_v2(attention("page_first"), PoolName.DRAFT)
-    pool = attention("page_first")
+        backend.register_mem_host_pool_v2(attention(), PoolName.DRAFT)
+    pool = attention()
     pool.layout = "of tomorrow"
     with pytest.raises(ConfigError, match="kv pool in the layout 'of tomorrow' has no addresses"):
-        start({"kv": pool}, {"disk_path": str(tmp_path)})
+        start(pool)
 
 
-def test_if_indices_do_not_match_the_keys_nothing_is_copied(start: Start, tmp_path: Path) -> None:
-    pool = attention("page_first")
-    backend = start({"kv": pool}, {"disk_path": str(tmp_path)})
+def test_if_indices_do_not_match_the_keys_nothing_is_copied(start: Start) -> None:
+    pool = attention()
+    backend = start(pool)
     assert backend.batch_set_v1(KEYS, places(pool, 0, 3)) == [False] * PAGES
     assert backend.batch_get_v1(KEYS, places(pool, 0, 3)) == [False] * PAGES
     assert backend.batch_set_v1([], places(pool, 0, 0)) == []

@@ -46,7 +46,7 @@ def test_servers_killed_at_random_serve_correct_tokens_from_earlier_servers_page
             assert life == 0 or sum(found) > 0
             killer = threading.Timer(chance.uniform(0.1, 4.0), living.kill)
             killer.start()
-            with suppress(OSError, HTTPException):  # Ignore errors from the killed server.
+            with suppress(OSError, HTTPException):  # errors from the killed server
                 while True:
                     for number in prompts:
                         ask(living, number)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import obstore
@@ -28,6 +30,15 @@ def test_another_backend_finds_the_first_backends_pages_in_the_store(
         assert some.ask(server) == some.all
 
 
+@contextmanager
+def hanging(bucket: Bucket) -> Iterator[None]:
+    suspend(bucket.server)
+    try:
+        yield
+    finally:
+        resume(bucket.server)
+
+
 @pytest.mark.full
 def test_wrong_bytes_from_a_store_change_no_token(
     server: Server, some: Prompts, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
@@ -50,18 +61,14 @@ def test_a_request_does_not_wait_for_a_hanging_store_and_later_requests_use_it(
     server: Server, some: Prompts, bucket: Bucket
 ) -> None:
     others = Prompts.answered_by(server)
-    # With this policy SGLang waits until a prefetch ends, so a prefetch that never ended would block the
-    # request.
+    # With this policy SGLang waits until a prefetch ends, so a prefetch that never ended would block the request.
     with attached(server, "wait_complete", remote_url=bucket.url):
         some.ask(server)
         server.flush()
-        suspend(bucket.server)
-        try:
+        with hanging(bucket):
             # The pages of `some` may all still be in the backend's memory, so only `others` are sure to call the store.
             answers = [*some.answers(server), *others.answers(server)]
             wait_until(lambda: server.metric(STATE, tier="remote", state="open") == 0)
-        finally:
-            resume(bucket.server)
         assert max(answer.seconds for answer in answers) < LONGEST_S
         wait_until(lambda: server.has_logged("remote_fails"))
         wait_until(lambda: server.metric(STATE, tier="remote", state="open") == 1)
@@ -73,13 +80,9 @@ def test_a_request_does_not_wait_for_a_hanging_store_and_later_requests_use_it(
 def test_a_backend_can_be_detached_while_writes_to_the_store_hang(
     server: Server, some: Prompts, bucket: Bucket, tmp_path: Path
 ) -> None:
-    with attached(server, disk_path=str(tmp_path), remote_url=bucket.url):
-        suspend(bucket.server)
-        try:
-            some.ask(server)
-            wait_until(lambda: server.detach()[0] == 200)
-        finally:
-            resume(bucket.server)
+    with attached(server, disk_path=str(tmp_path), remote_url=bucket.url), hanging(bucket):
+        some.ask(server)
+        wait_until(lambda: server.detach()[0] == 200)
     with attached(server, disk_path=str(tmp_path), remote_url=bucket.url):
         some.ask(server)
         server.flush()
