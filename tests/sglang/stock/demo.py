@@ -15,8 +15,8 @@ import argparse
 import random
 import statistics
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,9 @@ from transformers.utils import logging as transformers_logging
 
 from kvoffload.checks.options import positive
 from kvoffload.cli.demo.command import Screen
-from kvoffload.cli.exits import print_error
 from tests.sglang.stock.engines import PAGE, Answer, Server, serving, wait_until
 from tests.vllm.stock import checkpoints
-from tests.vllm.stock.demo_report import RULE, row, times_ms
+from tests.vllm.stock.demo_report import RULE, perform, row, times_ms
 
 PROMPT_TOKENS, ANSWER_TOKENS = 96 * PAGE + 9, 16
 PROMPT_BYTES = 96 * PAGE * 2 * 4 * 8 * 64 * 4
@@ -69,13 +68,13 @@ def live(
         return answers
 
 
-def run(count: int, screen: Screen, folder: Path) -> int:
+def run(count: int, folder: Path, screen: Screen) -> int:
     """Run two servers in turn without kvoffload and two with it, and print the report; return the exit status."""
     transformers_logging.disable_progress_bar()
     model = checkpoints.make("qwen3", folder / "model", **checkpoints.LARGER)
     prompts = draw_prompts(count)
     without, with_it = (
-        [live(model, folder / "log", prompts, disk, screen) for _ in range(2)]
+        [live(model, folder / "server.log", prompts, disk, screen) for _ in range(2)]
         for disk in (None, folder / "disk")
     )
     screen.result("\n".join(report(without, with_it)))
@@ -119,19 +118,7 @@ def main() -> int:
     parser.add_argument("--prompts", type=positive, default=6)
     parser.add_argument("--show-log", action="store_true", help="print the servers' log at the end")
     asked = parser.parse_args()
-    screen = Screen()
-    with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as scratch:
-        try:
-            return run(asked.prompts, screen, Path(scratch))
-        except KeyboardInterrupt:
-            screen.say("interrupted; the server has ended")
-            return 130
-        except (OSError, TimeoutError) as error:
-            screen.say(f"the server could not continue: {error}")
-            return 1
-        finally:
-            if asked.show_log:
-                print_error((Path(scratch) / "log").read_text())
+    return perform(partial(run, asked.prompts), show_log=asked.show_log)
 
 
 if __name__ == "__main__":

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -32,7 +31,6 @@ if torch.cuda.is_available():
 from kvoffload.cli.demo.command import Screen
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Conversation, TurnId, make_conversations, prompt_of
-from kvoffload.cli.exits import print_error
 from tests.vllm.stock import checkpoints, client, demo_report, engines
 from tests.vllm.stock.demo_report import Play
 
@@ -112,17 +110,11 @@ def _take_turns(
     return replies
 
 
-def run(asked: argparse.Namespace, screen: Screen) -> int:
+def run(asked: argparse.Namespace, folder: Path, screen: Screen) -> int:
     """Run the conversations without and with kvoffload, and print the report. Return the exit status."""
-    with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as scratch:
-        scene = make_scene(asked, Path(scratch))
-        try:
-            without = play(scene, "without", screen, None)
-            with_it = play(scene, "with", screen, without, kv_transfer_config=CONNECTOR)
-        finally:
-            if asked.show_log:
-                for log in sorted(scene.logs.glob("*.log")):
-                    print_error(log.read_text())
+    scene = make_scene(asked, folder)
+    without = play(scene, "without", screen, None)
+    with_it = play(scene, "with", screen, without, kv_transfer_config=CONNECTOR)
     device = "GPU" if torch.cuda.is_available() else "CPU"
     head = f"{asked.conversations} conversations of {asked.turns} turns, {asked.model}, {device}"
     screen.result(demo_report.render(head, DEVICE_BLOCKS[asked.model], without, with_it))
@@ -140,20 +132,7 @@ def main() -> int:
     parser.add_argument("--turns", type=_within(2, MOST_TURNS), default=4)
     parser.add_argument("--show-log", action="store_true", help="print the servers' logs at the end")
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, _interrupt)
-    screen = Screen()
-    try:
-        return run(asked, screen)
-    except KeyboardInterrupt:
-        screen.say("interrupted; the server has ended")
-        return 130
-    except (OSError, TimeoutError) as error:
-        screen.say(f"the server could not continue: {error}")
-        return 1
-
-
-def _interrupt(signum: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+    return demo_report.perform(partial(run, asked), show_log=asked.show_log)
 
 
 def _within(least: int, most: int) -> Callable[[str], int]:

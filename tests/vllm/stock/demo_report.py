@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import signal
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
+from kvoffload.cli.demo.command import Screen
 from kvoffload.cli.demo.play import TurnId
+from kvoffload.cli.exits import print_error
 from tests.vllm.stock.client import Metrics, Reply
 
 _LABEL, _NUMBER = 52, 16
@@ -91,9 +97,7 @@ def _offloading(play: Play) -> Iterator[str]:
     hit, missed = (play.grown("kvoffload_lookup_blocks_total", result) for result in ("hit", "miss"))
     yield f"hits      {hit:,} of {hit + missed:,} block positions that were looked up on the host"
     yield f"saved     {saved:,} tokens were not computed again, {saved / play.prompt_tokens:.0%} of all prompts"
-    stored, loaded = (
-        play.grown("kvoffload_transfer_bytes_total", direction) / 2**20 for direction in ("store", "load")
-    )
+    stored, loaded = (play.grown("kvoffload_transfer_bytes_total", way) / 2**20 for way in ("store", "load"))
     yield f"moved     {stored:.1f} MiB to the host, {loaded:.1f} MiB back"
 
 
@@ -124,11 +128,30 @@ def _verdict(without: Play, with_it: Play) -> Iterator[str]:
 
 
 def _mismatches(without: Play, with_it: Play) -> list[TurnId]:
-    return [
-        turn
-        for turn, reply in without.replies.items()
-        if not reply.agrees_with(with_it.replies[turn], _LIMIT)
-    ]
+    pairs = without.replies.items()
+    return [turn for turn, reply in pairs if not reply.agrees_with(with_it.replies[turn], _LIMIT)]
+
+
+def perform(run: Callable[[Path, Screen], int], *, show_log: bool) -> int:
+    """Run a demo in a scratch folder; return its exit status: 130 after Ctrl-C or SIGTERM, 1 if a server failed."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    screen = Screen()
+    with tempfile.TemporaryDirectory(prefix="kvoffload-demo-") as scratch:
+        try:
+            return run(Path(scratch), screen)
+        except KeyboardInterrupt:
+            screen.say("interrupted; the server has ended")
+            return 130
+        except (OSError, TimeoutError) as error:
+            screen.say(f"the server could not continue: {error}")
+            return 1
+        finally:
+            for log in sorted(Path(scratch).glob("*.log")) if show_log else ():
+                print_error(log.read_text())
+
+
+def _interrupt(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def row(label: str, one: str, other: str) -> str:

@@ -1,5 +1,4 @@
-"""Adds to a stock vLLM, in plain torch, the ops that its CPU platform lacks. Only for development, tests and
-the demo.
+"""Adds to a stock vLLM, in plain torch, the ops that its CPU platform lacks. For development, tests and the demo.
 
 vLLM's published wheel has no CPU extension. With `VLLM_TARGET_DEVICE=cpu` its Python code runs, but the
 few compiled ops that the CPU worker calls are missing. vLLM loads this package in every process of the
@@ -20,14 +19,14 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
-    from vllm_cpu_ops import interpreter, layouts, ops, overlap, pipeline, slot_mapping
+    from vllm_cpu_ops import interpreter, ops, platform, slot_mapping
 
     ops.define_missing()
     _replace_hybrid_models()
     slot_mapping.replace_kernel()
-    overlap.follow_the_switch()
-    layouts.follow_the_switch()
-    pipeline.make_buffers()
+    platform.allow_async_scheduling()
+    platform.allow_block_layouts()
+    platform.allow_pipelines()
     interpreter.match_the_compiler()
 
 

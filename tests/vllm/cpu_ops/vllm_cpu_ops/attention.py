@@ -49,13 +49,9 @@ def store(
 
 
 def attend(
-    query: torch.Tensor,
-    out: torch.Tensor,
-    starts: torch.Tensor,
-    lengths: torch.Tensor,
-    table: torch.Tensor,
+    query: torch.Tensor, out: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor,
     pages: Pages,
-) -> None:
+) -> None:  # fmt: skip
     """Write each token's attention to `out`.
 
     Args:
