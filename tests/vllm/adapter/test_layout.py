@@ -1,7 +1,8 @@
-"""Checks for each form of KV tensors that a block's regions have all bytes of this block and of no other block.
+"""A block's regions have all bytes of this block and no byte of another block, or the cache is refused.
 
 Each test creates a cache as vLLM does, fills every block with its number through the model's views, and reads the
-blocks through the regions. vLLM 0.29 and newer `placed` its tensors; `older` versions described them differently.
+blocks through the regions. vLLM 0.29 and newer place all tensors in one allocation; `test_translations.py` tests every
+placement with vLLM's own code. Older versions have a tensor for each layer, or one slab.
 """
 
 from __future__ import annotations
@@ -71,19 +72,6 @@ ROW, WIDE = BLOCKS * 64, BLOCKS * 96  # bytes of all blocks
 SLAB = {"a": 0, "b": 32, "c": 64}
 DESCRIBED: dict[str, tuple[int, int, dict[str, View], list[Any]]] = {
     # the regions, all bytes, the views, and vLLM's description of its tensors
-    "blocks are outermost": (
-        1, WIDE, {f"l{n}": (32, 96, n * 32) for n in range(3)}, [placed(WIDE, ["l0", "l1", "l2"], 32, 96)]
-    ),
-    # Each block has 32 bytes of "a", 48 bytes of "b" and 16 bytes of padding. Layer "c" of a second group uses the same
-    # bytes.
-    "a block's pages have different sizes": (
-        1, WIDE, {"a": (32, 96, 0), "b": (48, 96, 32), "c": (96, 96, 0)},
-        [placed(WIDE, ["a"], 32, 96), placed(WIDE, ["b"], 48, 96, 32), placed(WIDE, ["c"], 96, 96)],
-    ),
-    "groups share memory": (
-        2, 2 * ROW, {name: (64, 64, ROW * (name[-1] == "1")) for name in ("full0", "full1", "window0", "window1", "more")},
-        [placed(2 * ROW, layers, ROW, 64) for layers in (["full0", "full1"], ["window0", "window1"], ["more"])],
-    ),
     "a layer uses another layer's cache": (
         1, ROW, {"l0": (64, 64, 0), "uses": (64, 64, 0)}, [placed(ROW, ["l0"], ROW, 64)]
     ),
@@ -106,23 +94,12 @@ def test_regions_have_all_bytes_once_if(case: str) -> None:
     check_pages(layout, size)
 
 
-@pytest.mark.parametrize("padding_before", [0, 4096])
-@pytest.mark.parametrize("ratio", [1, 2])
-def test_if_layers_are_outermost_each_layer_is_a_region(padding_before: int, ratio: int) -> None:
-    raw = torch.zeros(padding_before + 3 * ROW + 32, dtype=torch.int8)[padding_before:]
-    parts = raw[: 3 * ROW].view(3, BLOCKS * ratio, 64 // ratio)
-    caches = {f"l{number}": fill(part) for number, part in enumerate(parts)}
+def test_the_kv_cache_may_begin_and_end_inside_its_storage() -> None:
+    raw = torch.zeros(4096 + 3 * ROW + 32, dtype=torch.int8)[4096:]
+    caches = {f"l{number}": fill(part) for number, part in enumerate(raw[: 3 * ROW].view(3, BLOCKS, 64))}
     layout = layout_of_caches(caches, config(placed(3 * ROW, [*caches], ROW, 64)))
     assert len(layout.regions) == 3
     check_pages(layout, 3 * ROW)
-
-
-def test_if_heads_are_outside_the_blocks_each_head_is_a_region() -> None:
-    layers = torch.zeros(2, 4, BLOCKS, 16, dtype=torch.int8)
-    caches = {f"l{number}": fill(layer.transpose(0, 1)) for number, layer in enumerate(layers)}
-    layout = layout_of_caches(caches, config(placed(2 * ROW, [*caches], ROW, 16)))
-    assert len(layout.regions) == 8
-    check_pages(layout, 2 * ROW)
 
 
 def test_a_view_of_a_wider_type_begins_where_its_layer_does() -> None:

@@ -38,8 +38,9 @@ LLAMA_8B: dict[str, Any] = {
 # Without head dimension and KV heads, the defaults of the model's class apply.
 QWEN3_SILENT = {k: v for k, v in QWEN3_8B.items() if k not in ("head_dim", "num_key_value_heads")}
 DEEPSEEK_V2_LITE: dict[str, Any] = {
-    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "torch_dtype": "bfloat16", "vocab_size": 512,
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "torch_dtype": "bfloat16",
     "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 10944, "max_position_embeddings": 4096,
+    "vocab_size": 512,
     "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
     "first_k_dense_replace": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "v_head_dim": 128,
     "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
@@ -345,7 +346,7 @@ def test_a_model_of_an_unsupported_type_has_unknown_sizes(
 
 
 def stock_sizes(folder: Path, block_size: int, cache_dtype: str, dtype: str) -> tuple[int, int]:
-    """Return the bytes of a page and of a block. vLLM makes the model on torch's meta device, without weights."""
+    """Return the bytes of a page and of a block of a model that vLLM makes without weights."""
     import torch
     from vllm import distributed
     from vllm.config import set_current_vllm_config

@@ -5,7 +5,7 @@ from typing import Any
 
 from kvoffload.model import facts
 from kvoffload.model.engine import AuditsLeases
-from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank
+from kvoffload.model.ids import DeviceBlockId, Rank
 from kvoffload.model.wire import TransferReport
 from kvoffload_vllm.pool_device import VllmDevice
 from tests.core.audit import audit_side
@@ -22,19 +22,6 @@ def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
     assert device.lease_problems(leases) == ["block 2 is leased 2 times, vLLM counts 1 references"]
     pool.blocks[2].ref_cnt = 2
     assert device.lease_problems(leases) == []
-
-
-def test_a_hash_of_a_part_of_a_block_is_not_a_key() -> None:
-    """With hashes finer than a block, vLLM also hashes a part of a prompt's last block; we never look it up."""
-    keys = [BlockKey(b"hash" + number.to_bytes(4, "big")) for number in (0, 1)]
-    blocks = [
-        SimpleNamespace(block_hash=key, block_hash_num_tokens=tokens)
-        for key, tokens in ((keys[0], 64), (keys[0], 48), (keys[1], 48), (None, None))
-    ]
-    pool: Any = SimpleNamespace(blocks=blocks)
-    device = VllmDevice({0: 32})  # group 0 has two hashes per block, and group 1 has one
-    device.bind(pool)
-    assert device.keys_of([DeviceBlockId(block) for block in range(4)]) == [keys[0], None, keys[1], None]
 
 
 @on_vllm

@@ -36,7 +36,7 @@ def allow_async_scheduling() -> None:
 
 
 def allow_block_layouts() -> None:
-    """With the variable, a KV cache may have blocks outermost. This package's attention uses strides, vLLM's does not."""
+    """With the variable, a KV cache may have blocks outermost, because this package's attention uses strides."""
     try:
         from vllm.v1.kv_cache_layout import KVCacheLayout
     except ImportError:  # vLLM before 0.29 does not have this module
