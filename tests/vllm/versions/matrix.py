@@ -51,10 +51,7 @@ V2_RUNNER = {
 PART_OF_V2 = ("0.32.0", "bucket or qwen3 and (runners or reloaded or preempted)")
 """What --check runs with V2: a version, and an expression that selects tests."""
 
-ONE_START = (
-    *(f"{SUITE}/test_each_version.py", f"{SUITE}/test_secondary_tier.py"),
-    *("-k", "qwen3 and test_scene"),
-)
+ONE_START = (f"{SUITE}/test_each_version.py", f"{SUITE}/test_secondary_tier.py", "-k", "qwen3 and test_scene")
 """What --starts runs on each other version: every scene, on one engine with the connector and one with the tier."""
 
 ONE_START_OF_V2 = (f"{SUITE}/test_each_version.py", "-k", "qwen3 and test_scene and reloaded")
@@ -97,12 +94,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One row of the table.
-
-    Args:
-        version: the version of vLLM.
-        runner: vLLM's model runner, "V1" or "V2".
-    """
+    """One row of the table: a version of vLLM with one of its model runners."""
 
     version: str
     runner: str = "V1"
@@ -130,18 +122,9 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The results of one setup.
-
-    Args:
-        setup: the version and the runner.
-        passed: whether no test failed and at least one ran.
-        results: for each test, "passed", "failed", or why the test was skipped.
-        output: pytest's output.
-    """
-
     setup: Setup
-    passed: bool
-    results: Mapping[str, str]
+    passed: bool  # whether no test failed and at least one ran
+    results: Mapping[str, str]  # for each test, "passed", "failed", or why the test was skipped
     output: str
 
     def cells(self) -> list[str]:
@@ -226,11 +209,8 @@ def written_rows(page: str) -> dict[str, list[str]]:
 
 def main() -> int:
     asked = _arguments()
-    chosen = [
-        setup
-        for setup in setups()
-        if (not asked.versions or setup.version in asked.versions) and asked.runner in (None, setup.runner)
-    ]
+    of_versions = [one for one in setups() if not asked.versions or one.version in asked.versions]
+    chosen = [one for one in of_versions if asked.runner in (None, one.runner)]
     if asked.starts:
         return 0 if all(one.passed for one in _run_all(_starts(chosen), asked.jobs)) else 1
     whole = [setup for setup in chosen if not (asked.check and setup.is_covered)]
@@ -258,9 +238,7 @@ def _run_all(work: Sequence[tuple[Setup, Sequence[str]]], jobs: int) -> list[Ran
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="run the smaller suite on several versions of vLLM")
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the table is out of date"
-    )
+    instead.add_argument("--check", action="store_true", help="write nothing; fail if the table is outdated")
     instead.add_argument("--starts", action="store_true", help="only start each other version once")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="setups at a time")
     parser.add_argument("--runner", choices=("V1", "V2"), help="vLLM's model runner; by default both")
@@ -286,9 +264,7 @@ def _settle(rows: Sequence[list[str]], *, check: bool) -> bool:
     known = {**written_rows(text), **{row[0]: row for row in rows}}
     wanted = filled(text, [known[setup.label] for setup in setups() if setup.label in known])
     if check and wanted != text:
-        sys.stdout.write(
-            "the table of versions in plugins/kvoffload_vllm/README.md is out of date: make vllm-versions\n"
-        )
+        sys.stdout.write(f"the table of versions in {page.relative_to(ROOT)} is out of date: make vllm-versions\n")
         return False
     if wanted != text:
         page.write_text(wanted, encoding="utf-8")
