@@ -128,7 +128,7 @@ def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], i
         (doctor.recurrent_states(528, None), "ok", "end at multiples of 528 tokens"),
     ],
 )
-def test_hashes_with_findable_collisions_and_states_at_prompts_ends_only_are_warnings(
+def test_hashes_with_findable_collisions_and_hits_that_end_late_are_warnings(
     tmp_path: Path, check: Check, verdict: str, text: str
 ) -> None:
     found = ask((check,), check.name, setup(disk_path=tmp_path), machine(tmp_path))

@@ -86,7 +86,7 @@ DESCRIBED: dict[str, tuple[int, int, dict[str, View], list[Any]]] = {
 
 
 @pytest.mark.parametrize("case", DESCRIBED)
-def test_regions_have_all_bytes_once_if(case: str) -> None:
+def test_regions_have_each_byte_once(case: str) -> None:
     regions, size, views, tensors = DESCRIBED[case]
     raw = torch.zeros(size, dtype=torch.int8)
     layout = layout_of_caches(views_of(raw, views), config(*tensors))

@@ -264,7 +264,9 @@ def _settle(rows: Sequence[list[str]], *, check: bool) -> bool:
     known = {**written_rows(text), **{row[0]: row for row in rows}}
     wanted = filled(text, [known[setup.label] for setup in setups() if setup.label in known])
     if check and wanted != text:
-        sys.stdout.write(f"the table of versions in {page.relative_to(ROOT)} is out of date: make vllm-versions\n")
+        sys.stdout.write(
+            f"the table of versions in {page.relative_to(ROOT)} is out of date: make vllm-versions\n"
+        )
         return False
     if wanted != text:
         page.write_text(wanted, encoding="utf-8")
