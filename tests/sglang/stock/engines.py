@@ -159,9 +159,13 @@ class Server(vllm.Server):
 
 @contextmanager
 def serving(
-    checkpoint: Path, log: Path, *, environment: Mapping[str, str] | None = None,
-    storage: Mapping[str, object] | None = None, **options: object,
-) -> Iterator[Server]:  # fmt: skip
+    checkpoint: Path,
+    log: Path,
+    *,
+    environment: Mapping[str, str] | None = None,
+    storage: Mapping[str, object] | None = None,
+    **options: object,
+) -> Iterator[Server]:
     """Run an SGLang server on a free port during the `with` block, and wait until it is ready.
 
     Args:

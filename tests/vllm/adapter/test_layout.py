@@ -73,16 +73,24 @@ SLAB = {"a": 0, "b": 32, "c": 64}
 DESCRIBED: dict[str, tuple[int, int, dict[str, View], list[Any]]] = {
     # the regions, all bytes, the views, and vLLM's description of its tensors
     "a layer uses another layer's cache": (
-        1, ROW, {"l0": (64, 64, 0), "uses": (64, 64, 0)}, [placed(ROW, ["l0"], ROW, 64)]
+        1,
+        ROW,
+        {"l0": (64, 64, 0), "uses": (64, 64, 0)},
+        [placed(ROW, ["l0"], ROW, 64)],
     ),
     "before 0.29, layers share a tensor": (
-        1, ROW, {"full": (64, 64, 0), "window": (64, 64, 0)}, [older(ROW, ["full", "window"])]
+        1,
+        ROW,
+        {"full": (64, 64, 0), "window": (64, 64, 0)},
+        [older(ROW, ["full", "window"])],
     ),
     "before 0.29, one slab has all layers": (
-        1, WIDE, {name: (32, 96, offset) for name, offset in SLAB.items()},
+        1,
+        WIDE,
+        {name: (32, 96, offset) for name, offset in SLAB.items()},
         [older(WIDE, [name], offset, 96) for name, offset in SLAB.items()],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", DESCRIBED)
@@ -155,17 +163,24 @@ REFUSED: dict[str, tuple[str, int, dict[str, View], list[Any]]] = {
     "bytes without a description": (MISSING, 2 * ROW, {"l": (64, 64, 0)}, [placed(2 * ROW, ["l"], ROW, 64)]),
     "bytes without a view": (MISSING, 2 * ROW, {"l": (64, 64, 0)}, [older(ROW, ["l"]), older(ROW, ["lost"])]),
     "regions that overlap in part": (
-        "overlap", 2 * ROW, {"a": (64, 64, 0), "b": (64, 64, 64)},
+        "overlap",
+        2 * ROW,
+        {"a": (64, 64, 0), "b": (64, 64, 64)},
         [placed(2 * ROW, ["a"], ROW, 64), placed(2 * ROW, ["b"], ROW, 64, 64)],
     ),
     "pages of different sizes in the same bytes": (
-        "share an address but not a shape", ROW, {"a": (64, 64, 0), "b": (32, 32, 0)},
+        "share an address but not a shape",
+        ROW,
+        {"a": (64, 64, 0), "b": (32, 32, 0)},
         [placed(ROW, ["a"], ROW, 64), placed(ROW, ["b"], ROW // 2, 32)],
     ),
     "a size that is not a multiple of the blocks": (
-        "no multiple", ROW + 10, {"a": (64, 64, 0)}, [placed(ROW + 10, ["a"], ROW + 10, 64)]
+        "no multiple",
+        ROW + 10,
+        {"a": (64, 64, 0)},
+        [placed(ROW + 10, ["a"], ROW + 10, 64)],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -25,26 +25,56 @@ from kvoffload_vllm.model_sizes import (
 from tests.vllm.adapter.stand_ins import on_vllm
 
 QWEN3_8B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "torch_dtype": "bfloat16", "vocab_size": 512,
-    "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
-    "use_sliding_window": False, "sliding_window": None,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "use_sliding_window": False,
+    "sliding_window": None,
+}
 LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "float16", "vocab_size": 512,
-    "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 8192,
-    "num_attention_heads": 32, "num_key_value_heads": 8,
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "float16",
+    "vocab_size": 512,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 # Without head dimension and KV heads, the defaults of the model's class apply.
 QWEN3_SILENT = {k: v for k, v in QWEN3_8B.items() if k not in ("head_dim", "num_key_value_heads")}
 DEEPSEEK_V2_LITE: dict[str, Any] = {
-    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "torch_dtype": "bfloat16",
-    "num_hidden_layers": 27, "hidden_size": 2048, "intermediate_size": 10944, "max_position_embeddings": 4096,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "torch_dtype": "bfloat16",
+    "num_hidden_layers": 27,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "max_position_embeddings": 4096,
     "vocab_size": 512,
-    "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
-    "first_k_dense_replace": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "v_head_dim": 128,
-    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
-}  # fmt: skip
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "v_head_dim": 128,
+    "kv_lora_rank": 512,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+}
 MODELS = {"qwen3": QWEN3_8B, "llama": LLAMA_8B, "qwen3-silent": QWEN3_SILENT, "deepseek": DEEPSEEK_V2_LITE}
 
 

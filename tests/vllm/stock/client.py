@@ -45,9 +45,12 @@ class Reply:
 
 
 def stream(
-    server: Server, prompt: Sequence[int], count: int, began: Callable[[], object] = lambda: None,
+    server: Server,
+    prompt: Sequence[int],
+    count: int,
+    began: Callable[[], object] = lambda: None,
     salt: str | None = None,
-) -> Reply:  # fmt: skip
+) -> Reply:
     """Stream a greedy completion of `count` tokens; return it. Call `began` at the first token.
 
     A prompt with a salt finds only blocks that were computed with the same salt.

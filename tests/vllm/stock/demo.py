@@ -57,9 +57,12 @@ class Scene:
 
 def make_scene(asked: argparse.Namespace, folder: Path) -> Scene:
     options = DemoOptions(
-        conversations=asked.conversations, turns=asked.turns, first_tokens=FIRST_TOKENS, turn_tokens=TURN_TOKENS,
+        conversations=asked.conversations,
+        turns=asked.turns,
+        first_tokens=FIRST_TOKENS,
+        turn_tokens=TURN_TOKENS,
         answer_tokens=ANSWER_TOKENS,
-    )  # fmt: skip
+    )
     transformers_logging.disable_progress_bar()
     checkpoint = checkpoints.make(asked.model, folder / asked.model)
     return Scene(asked.model, make_conversations(options), checkpoint, folder)

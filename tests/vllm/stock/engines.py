@@ -222,9 +222,14 @@ def serving(
 
 @contextmanager
 def running(
-    kind: type[AnyServer], command: Sequence[str], options: Mapping[str, Any], log: Path,
-    environment: Mapping[str, str], *, seconds: float,
-) -> Iterator[AnyServer]:  # fmt: skip
+    kind: type[AnyServer],
+    command: Sequence[str],
+    options: Mapping[str, Any],
+    log: Path,
+    environment: Mapping[str, str],
+    *,
+    seconds: float,
+) -> Iterator[AnyServer]:
     """Run a server on a free port during the `with` block. Wait at most `seconds` until it is ready."""
     port = free_port()
     words = [*command, *_arguments({"host": "127.0.0.1", "port": port, **options})]

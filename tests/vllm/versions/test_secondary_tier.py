@@ -70,9 +70,13 @@ class Life:
 
 @contextmanager
 def living(
-    folder: Path, *, seed: int = 0, store: FakeStore | None = None, engine: Mapping[str, object] | None = None,
+    folder: Path,
+    *,
+    seed: int = 0,
+    store: FakeStore | None = None,
+    engine: Mapping[str, object] | None = None,
     **settings: object,
-) -> Iterator[Life]:  # fmt: skip
+) -> Iterator[Life]:
     """Run an engine with the tier on a folder or on a remote tier during the `with` block.
 
     The engine's process counts as started now, because weights that are newer than the process are refused.

@@ -23,26 +23,36 @@ def define() -> None:
 
 
 def copy_rows(
-    src_layers: Sequence[torch.Tensor], dst_layers: Sequence[torch.Tensor], src_indices: torch.Tensor,
-    dst_indices: torch.Tensor, page_size: int,
-) -> None:  # fmt: skip
+    src_layers: Sequence[torch.Tensor],
+    dst_layers: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
     for source, target in zip(src_layers, dst_layers, strict=True):
         target[dst_indices] = source[src_indices].view(-1, *target.shape[1:])
 
 
 def copy_layer_from_pages(
-    src_ptrs: Sequence[torch.Tensor], dst_ptrs: Sequence[torch.Tensor], src_indices: torch.Tensor,
-    dst_indices: torch.Tensor, layer_id: int, page_size: int,
-) -> None:  # fmt: skip
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    layer_id: int,
+    page_size: int,
+) -> None:
     """Copy from host pages, which contain all layers, to the rows of one layer."""
     for source, target in zip(src_ptrs, dst_ptrs, strict=True):
         target[dst_indices] = source[src_indices // page_size, layer_id, src_indices % page_size]
 
 
 def copy_layers_to_pages(
-    src_ptrs: Sequence[torch.Tensor], dst_ptrs: Sequence[torch.Tensor], src_indices: torch.Tensor,
-    dst_indices: torch.Tensor, page_size: int,
-) -> None:  # fmt: skip
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
+    src_indices: torch.Tensor,
+    dst_indices: torch.Tensor,
+    page_size: int,
+) -> None:
     """Copy the rows of all layers, first keys, then values, to host pages."""
     layers = len(src_ptrs) // len(dst_ptrs)
     for number, source in enumerate(src_ptrs):

@@ -49,9 +49,13 @@ def store(
 
 
 def attend(
-    query: torch.Tensor, out: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    table: torch.Tensor,
     pages: Pages,
-) -> None:  # fmt: skip
+) -> None:
     """Write each token's attention to `out`.
 
     Args:

@@ -16,9 +16,12 @@ from vllm_cpu_ops import recurrent
 
 
 def _gdn_attention_core(
-    mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor,
+    mixed_qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    core_attn_out: torch.Tensor,
     layer_name: LayerNameType,
-) -> None:  # fmt: skip
+) -> None:
     context = get_forward_context()
     # The metadata is None while vLLM measures how much memory a step needs.
     if context.attn_metadata is not None:

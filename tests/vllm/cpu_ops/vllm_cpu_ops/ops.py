@@ -34,21 +34,41 @@ def _get_scheduler_metadata(*_: object) -> torch.Tensor:
 
 
 def _reshape_and_cache(
-    key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-    slot_mapping: torch.Tensor, isa: str, k_scale: float, v_scale: float, kv_cache_dtype: str,
-) -> None:  # fmt: skip
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    isa: str,
+    k_scale: float,
+    v_scale: float,
+    kv_cache_dtype: str,
+) -> None:
     count = slot_mapping.shape[0]
     keys, values = (_typed(cache, kv_cache_dtype) for cache in (key_cache, value_cache))
     store(key[:count] / k_scale, value[:count] / v_scale, keys, values, slot_mapping)
 
 
 def _attention_with_kv_cache(
-    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, output: torch.Tensor,
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, scale: float, causal: bool,
-    alibi_slopes: torch.Tensor | None, sliding_window: int, block_table: torch.Tensor, softcap: float,
-    scheduler_metadata: torch.Tensor, s_aux: torch.Tensor | None, dynamic_causal: torch.Tensor | None,
-    k_scale: float, v_scale: float, kv_cache_dtype: str,
-) -> None:  # fmt: skip
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    output: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    causal: bool,
+    alibi_slopes: torch.Tensor | None,
+    sliding_window: int,
+    block_table: torch.Tensor,
+    softcap: float,
+    scheduler_metadata: torch.Tensor,
+    s_aux: torch.Tensor | None,
+    dynamic_causal: torch.Tensor | None,
+    k_scale: float,
+    v_scale: float,
+    kv_cache_dtype: str,
+) -> None:
     if alibi_slopes is not None or s_aux is not None or dynamic_causal is not None:
         raise NotImplementedError("no ALiBi slopes, attention sinks or dynamic causality here")
     keys, values = (_typed(cache, kv_cache_dtype) for cache in (key_cache, value_cache))

@@ -18,14 +18,26 @@ from torch.nn import functional
 
 
 def chunk_scan(
-    x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, chunk_size: int,
-    out: torch.Tensor, D: torch.Tensor | None = None, z: torch.Tensor | None = None,
-    dt_bias: torch.Tensor | None = None, initial_states: torch.Tensor | None = None,
-    return_intermediate_states: bool = False, seq_idx: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None, cu_chunk_seqlens: torch.Tensor | None = None,
-    last_chunk_indices: torch.Tensor | None = None, dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, float("inf")), state_dtype: torch.dtype | None = None,
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    chunk_size: int,
+    out: torch.Tensor,
+    D: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    initial_states: torch.Tensor | None = None,
+    return_intermediate_states: bool = False,
+    seq_idx: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_chunk_seqlens: torch.Tensor | None = None,
+    last_chunk_indices: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    state_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Fill `out`. Return the states at the ends of all chunks, or only those of each request's last chunk.
 
     vLLM's own function for CPUs returns only the last states, but models with checkpoints inside a chunk need
@@ -52,9 +64,16 @@ def chunk_scan(
 
 
 def store_prefill_checkpoint(
-    checkpoint: Any, chunk_idx: torch.Tensor, x: torch.Tensor, conv_state: torch.Tensor,
-    chunk_states: torch.Tensor, ssm_state: torch.Tensor, query_start_loc: torch.Tensor, *, state_len: int,
-) -> None:  # fmt: skip
+    checkpoint: Any,
+    chunk_idx: torch.Tensor,
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    chunk_states: torch.Tensor,
+    ssm_state: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    *,
+    state_len: int,
+) -> None:
     """Write each request's state at its checkpoint offset to the block reserved for the checkpoint.
 
     A request with offset 0 has no checkpoint.
@@ -79,9 +98,14 @@ def _time_steps(dt: torch.Tensor, bias: torch.Tensor | None, *, softplus: bool) 
 
 
 def _mamba2_token(
-    state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
     D: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the state `[heads, size, states]` after a token, and the token's output `[heads, size]`.
 
     `dt` and `A` have the shape `[heads, size or 1]`. `B` and `C` have the shape `[groups, states]`; several
@@ -97,11 +121,23 @@ def _mamba2_token(
 
 
 def _selective_state_update(
-    state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor,
-    D: torch.Tensor | None, z: torch.Tensor | None, dt_bias: torch.Tensor | None, dt_softplus: bool,
-    state_batch_indices: torch.Tensor | None, dst_state_batch_indices: torch.Tensor | None, null_block_id: int,
-    out: torch.Tensor, num_accepted_tokens: torch.Tensor | None, cu_seqlens: torch.Tensor | None,
-) -> None:  # fmt: skip
+    state: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    z: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    dt_softplus: bool,
+    state_batch_indices: torch.Tensor | None,
+    dst_state_batch_indices: torch.Tensor | None,
+    null_block_id: int,
+    out: torch.Tensor,
+    num_accepted_tokens: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
     if z is not None or num_accepted_tokens is not None or state_batch_indices is None:
         raise NotImplementedError("no gates inside the scan, speculative drafts or unpaged states here")
     steps = _time_steps(dt, dt_bias, softplus=dt_softplus)
@@ -153,9 +189,14 @@ def gated_delta_net(
 
 
 def _delta_rule(
-    state: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor,
-    rate: torch.Tensor, out: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+    state: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    rate: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
     """Fill `out`. Return the state after the last token: `[heads, size of a value, size of a key]`."""
     repeats = value.shape[1] // key.shape[1]
     query, key = (_unit(each).repeat_interleave(repeats, dim=1) for each in (query, key))
@@ -177,10 +218,15 @@ def _unit(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _conv1d_update(
-    x: torch.Tensor, conv_state: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-    activation: str | None, conv_state_indices: torch.Tensor | None, query_start_loc: torch.Tensor | None,
+    x: torch.Tensor,
+    conv_state: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    conv_state_indices: torch.Tensor | None,
+    query_start_loc: torch.Tensor | None,
     pad_slot_id: int,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Process one token per request. `x` and the result have the shape `[requests, channels]`."""
     if conv_state_indices is None or x.dim() != 2 or x.shape[0] != conv_state_indices.numel():
         raise NotImplementedError("one token a request, with a paged state, and no speculative drafts here")

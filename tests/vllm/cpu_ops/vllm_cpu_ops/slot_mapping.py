@@ -11,9 +11,12 @@ PADDING = -1  # Nothing is written to slots below zero.
 
 
 def fill_slots(
-    query_start_loc: torch.Tensor, positions: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
     block_size: int,
-) -> None:  # fmt: skip
+) -> None:
     """Write each token's slot to `slots`, and padding after the last token.
 
     Args:
