@@ -231,6 +231,8 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         self._cache.close()  # ends the calls in which the threads wait
         if self._lookups is not None:
             self._lookups.shutdown()
+        for executor in (self._loads, self._stores):
+            executor.shutdown()
         wait([future for _, future in self._open.values()], _CLOSING_S)
         self._memory.release()
 

@@ -25,7 +25,7 @@ from kvoffload.model.errors import ConfigError
 from tests.captured_logs import capture_logs
 from tests.gates import ThreadGate
 from tests.remote.fake_store import FakeStore
-from tests.vllm.engine_rig import MARKS, SLOT_BYTES, prompt
+from tests.vllm.engine_rig import MARKS, SLOT_BYTES, check_threads_gone, prompt
 from tests.vllm.stock import checkpoints, engines
 
 tiers = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="this vLLM has no such tiers")
@@ -100,6 +100,7 @@ def living(
             life.ask([(1, 2, 3)])
             assert life.tier._cache.wait_open(60.0)
             yield life
+    check_threads_gone()
 
 
 def tokens(answers: Sequence[engines.Answer]) -> list[tuple[int, ...]]:
