@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,13 +18,9 @@ class ThreadGate:
     """Holds threads until the gate is opened, and counts arrivals."""
 
     def __init__(self) -> None:
-        self._arrivals = 0
+        self.arrivals = 0
         self._is_open = False
         self._changed = threading.Condition()
-
-    @property
-    def arrivals(self) -> int:
-        return self._arrivals
 
     def arrive(self) -> None:
         """Count the calling thread, and wait until the gate is open.
@@ -35,7 +29,7 @@ class ThreadGate:
             TimeoutError: the gate was not opened in time.
         """
         with self._changed:
-            self._arrivals += 1
+            self.arrivals += 1
             self._changed.notify_all()
             if not self._changed.wait_for(lambda: self._is_open, _PATIENCE_S):
                 raise TimeoutError("the gate was not opened")
@@ -47,8 +41,8 @@ class ThreadGate:
             TimeoutError: fewer threads arrived within the time limit.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._arrivals >= count, _PATIENCE_S):
-                raise TimeoutError(f"{self._arrivals} of {count} threads came to the gate")
+            if not self._changed.wait_for(lambda: self.arrivals >= count, _PATIENCE_S):
+                raise TimeoutError(f"{self.arrivals} of {count} threads came to the gate")
 
     def open(self) -> None:
         with self._changed:
@@ -109,7 +103,7 @@ class ManualExecutor(Executor):
         self._held = True
 
     def release(self) -> None:
-        """Run all queued calls. From now on, run each call when it is submitted."""
+        """Run all queued calls, and from now on each call when it is submitted."""
         self._held = False
         self.run_all()
 
@@ -117,7 +111,6 @@ class ManualExecutor(Executor):
         self._work.popleft()()
 
     def run_all(self) -> None:
-        """Run queued calls until the queue is empty."""
         while self._work:
             self.run_next()
 

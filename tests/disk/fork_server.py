@@ -9,9 +9,8 @@ from multiprocessing.context import ForkServerContext
 def forking() -> ForkServerContext:
     """Return the context that starts processes from the fork server.
 
-    All tests share this context: there is one fork server per process, and its imports must be set before its
-    first use.
+    There is one fork server per process, and its imports must be set before its first use.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.disk.blocks", "tests.reference.test_disk_kills"])
+    context.set_forkserver_preload(["tests.reference.test_disk_kills"])
     return context

@@ -14,7 +14,6 @@ from random import Random
 from typing import Any
 
 _SECTOR = 512
-_O_MAKES = os.O_CREAT
 
 
 @dataclass(slots=True)
@@ -22,9 +21,8 @@ class Inode:
     """A file's durable bytes, and the changes that are not yet durable."""
 
     durable: bytearray = field(default_factory=bytearray)
-    pending: list[tuple[int, bytes | None]] = field(
-        default_factory=list
-    )  # each change is an offset and data; without data, the offset is the file's new size
+    # Each change is an offset and data. Without data, the offset is the file's new size.
+    pending: list[tuple[int, bytes | None]] = field(default_factory=list)
 
 
 class Disk:
@@ -55,9 +53,8 @@ def _left_of(inode: Inode, random: Random) -> bytes:
         if new is None:
             _resize(data, offset)
             continue
-        sectors = range(0, len(new), _SECTOR)
         is_torn = random.random() < 0.4
-        for start in sectors:
+        for start in range(0, len(new), _SECTOR):
             if not is_torn or random.random() < 0.5:
                 _put(data, offset + start, new[start : start + _SECTOR])
     return bytes(data)
@@ -95,7 +92,7 @@ class RecordedOs:
         except FileNotFoundError:
             was_there = False
         descriptor = os.open(path, flags, mode, dir_fd=dir_fd)
-        if flags & _O_MAKES:
+        if flags & os.O_CREAT:
             number = os.fstat(descriptor).st_ino
             if not was_there:
                 self._disk.inodes[number] = Inode()

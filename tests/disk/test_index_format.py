@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain, product
 from random import Random
 
 import pytest
@@ -25,11 +27,11 @@ SLOTS = 8
 HEADER = IndexHeader(b"g" * 16, (b"first file's id.", b"other file's id."), SLOTS)
 
 
-def put(slot: int, key: int) -> Put:
+def put(slot: int, key: int = 0) -> Put:
     return Put(SlotId(slot), BlockKey(key.to_bytes(36, "big")), (key * 7, 2**64 - 1 - key))
 
 
-def strike(slot: int) -> Invalidate:
+def invalidate(slot: int) -> Invalidate:
     return Invalidate(SlotId(slot))
 
 
@@ -50,10 +52,10 @@ def entries(data: bytes) -> list[Put]:
     return read(data).entries.puts()
 
 
-def expected(records: list[DiskRecord]) -> list[Put]:
+def expected(batches: list[list[DiskRecord]]) -> list[Put]:
     """Return the entries that result from the records, computed with a dict."""
     held: dict[SlotId, Put] = {}
-    for record in records:
+    for record in chain(*batches):
         if isinstance(record, Use):
             if record.slot in held:
                 held[record.slot] = held.pop(record.slot)
@@ -66,21 +68,20 @@ def expected(records: list[DiskRecord]) -> list[Put]:
 
 slots = st.integers(0, SLOTS - 1)
 records = st.one_of(
-    st.builds(put, slots, st.integers(0, 2**60)), st.builds(strike, slots), st.builds(use, slots)
+    st.builds(put, slots, st.integers(0, 2**60)), st.builds(invalidate, slots), st.builds(use, slots)
 )
+histories = st.lists(st.lists(records, min_size=1, max_size=6), max_size=6)
 
 
-@given(st.lists(st.lists(records, min_size=1, max_size=6), max_size=6))
+@given(histories)
 def test_entries_are_read_in_order_of_use(batches: list[list[DiskRecord]]) -> None:
     data = encoded(*batches)
-    written = [record for batch in batches for record in batch]
     contents = read(data)
-    assert contents.entries.puts() == expected(written)
-    assert (contents.end, contents.is_cut) == (len(data), False)
-    assert contents.header == HEADER
+    assert contents.entries.puts() == expected(batches)
+    assert (contents.end, contents.is_cut, contents.header) == (len(data), False, HEADER)
 
 
-@given(st.lists(st.lists(records, min_size=1, max_size=6), max_size=6))
+@given(histories)
 def test_a_rewritten_index_has_the_same_entries(batches: list[list[DiskRecord]]) -> None:
     before = read(encoded(*batches)).entries
     data, count = encode_index(HEADER, before)
@@ -88,46 +89,34 @@ def test_a_rewritten_index_has_the_same_entries(batches: list[list[DiskRecord]])
     assert entries(data + encode_batch(HEADER, count, [put(0, 2**61)]))[-1] == put(0, 2**61)
 
 
-def some_history(puts: int) -> list[list[DiskRecord]]:
-    random = Random(5)
-    history: list[list[DiskRecord]] = []
-    for key in range(puts):
-        slot = random.randrange(SLOTS)
-        history.append([strike(slot), put(slot, key), use(random.randrange(SLOTS))])
-    return history
-
-
-def test_after_any_truncation_the_complete_batches_are_read() -> None:
-    history = some_history(12)
-    ends = [len(encoded(*history[:count])) for count in range(len(history) + 1)]
-    data = encoded(*history)
+def truncations(data: bytes) -> Iterator[tuple[int, bytes]]:
     for size in range(len(data)):
-        whole = sum(end <= size for end in ends) - 1
+        yield size, data[:size]
+
+
+def flips(data: bytes) -> Iterator[tuple[int, bytes]]:
+    for place, bit in product(range(len(data)), range(8)):
+        yield place, data[:place] + bytes([data[place] ^ 1 << bit]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize("damage", [truncations, flips])
+def test_only_the_complete_batches_before_any_damage_are_read(
+    damage: Callable[[bytes], Iterator[tuple[int, bytes]]],
+) -> None:
+    random, history = Random(5), list[list[DiskRecord]]()
+    for key in range(4):
+        slot = random.randrange(SLOTS)
+        history.append([invalidate(slot), put(slot, key), use(random.randrange(SLOTS))])
+    ends = [len(encoded(*history[:count])) for count in range(len(history) + 1)]
+    for intact, damaged in damage(encoded(*history)):
+        whole = sum(end <= intact for end in ends) - 1
         if whole < 0:
             with pytest.raises(NotAnIndex):
-                read(data[:size])
+                read(damaged)
             continue
-        contents = read(data[:size])
-        assert contents.entries.puts() == expected([record for batch in history[:whole] for record in batch])
-        assert (contents.end, contents.is_cut) == (ends[whole], size > ends[whole]), size
-
-
-def test_after_any_flipped_bit_only_the_batches_before_it_are_read() -> None:
-    history = some_history(3)
-    ends = [len(encoded(*history[:count])) for count in range(len(history) + 1)]
-    data = bytearray(encoded(*history))
-    for place in range(len(data)):
-        for bit in range(8):
-            data[place] ^= 1 << bit
-            flipped = bytes(data)
-            data[place] ^= 1 << bit
-            whole = sum(end <= place for end in ends) - 1
-            if whole < 0:
-                with pytest.raises(NotAnIndex):
-                    read(flipped)
-                continue
-            in_front = [record for batch in history[:whole] for record in batch]
-            assert entries(flipped) == expected(in_front), (place, bit)
+        contents = read(damaged)
+        assert contents.entries.puts() == expected(history[:whole]), intact
+        assert (contents.end, contents.is_cut) == (ends[whole], len(damaged) > ends[whole]), intact
 
 
 @given(st.binary(max_size=400))
@@ -160,20 +149,31 @@ def test_bytes_that_are_not_an_index_are_reported(data: bytes, reason: str) -> N
     assert str(refused.value) == reason
 
 
+KEY = TierKey(bytes(32)).of("print")
+KEYED = replace(HEADER, key=KEY)
+OLD = b"h" * 16
 MOVED = encode_batch(HEADER, 0, [put(1, 1)])
 FOREIGN = {
-    "another generation's": encode_batch(replace(HEADER, generation=b"h" * 16), 1, [put(1, 1)]),
-    "moved": MOVED,
-    "moved, with the right number": MOVED[:8] + b"\1" + MOVED[9:],
+    "of another generation": (HEADER, encode_batch(replace(HEADER, generation=OLD), 1, [put(1, 1)])),
+    "moved": (HEADER, MOVED),
+    "moved, with the right number": (HEADER, MOVED[:8] + b"\1" + MOVED[9:]),
+    "without the tier key": (KEYED, encode_batch(HEADER, 1, [put(1, 1)])),
+    "with the tier key, of another generation": (
+        KEYED,
+        encode_batch(replace(KEYED, generation=OLD), 1, [put(1, 1)]),
+    ),
 }
 
 
-@pytest.mark.parametrize("batch", FOREIGN.values(), ids=FOREIGN)
-def test_a_batch_of_another_generation_or_place_is_not_read(batch: bytes) -> None:
-    assert entries(encoded([put(0, 0)]) + batch) == [put(0, 0)]
+@pytest.mark.parametrize(("header", "batch"), FOREIGN.values(), ids=FOREIGN)
+def test_r17_a_batch_of_another_generation_place_or_tier_key_is_not_read(
+    header: IndexHeader, batch: bytes
+) -> None:
+    found = read_index(encoded([put(0, 0)], header=header) + batch, SLOTS, header.key)
+    assert (found.entries.puts(), found.is_cut) == ([put(0, 0)], True)
 
 
-@pytest.mark.parametrize("record", [put(SLOTS, 1), strike(SLOTS), use(SLOTS)])
+@pytest.mark.parametrize("record", [put(SLOTS, 1), invalidate(SLOTS), use(SLOTS)])
 def test_entries_of_slots_outside_the_file_are_skipped(record: DiskRecord) -> None:
     assert entries(encoded([put(0, 0)], [record], [put(1, 1)])) == [put(0, 0), put(1, 1)]
 
@@ -192,10 +192,6 @@ def test_in_a_smaller_file_only_entries_of_its_slots_are_read() -> None:
     assert (found.puts(), found.free(5)) == ([put(0, 0), put(1, 1), put(4, 4)], [3, 2])
 
 
-KEY = TierKey(bytes(32)).of("print")
-KEYED = replace(HEADER, key=KEY)
-
-
 def test_an_index_with_a_tier_key_is_read_with_this_key() -> None:
     data = encoded([put(0, 0)], [put(1, 1), use(0)], header=KEYED)
     found = read_index(data, SLOTS, KEY)
@@ -212,12 +208,3 @@ def test_r17_an_index_whose_header_was_written_without_the_tier_key_is_refused(o
     assert len(read_index(data, SLOTS, other).entries) == 1
     with pytest.raises(NotAnIndex, match="its header"):
         read_index(data, SLOTS, KEY)
-
-
-@pytest.mark.parametrize("other", [HEADER, replace(KEYED, generation=b"h" * 16)])
-def test_r17_a_batch_written_without_the_tier_key_or_for_another_generation_is_not_read(
-    other: IndexHeader,
-) -> None:
-    data = encoded([put(0, 0)], header=KEYED) + encode_batch(other, 1, [put(1, 1)])
-    found = read_index(data, SLOTS, KEY)
-    assert (found.entries.puts(), found.is_cut) == ([put(0, 0)], True)

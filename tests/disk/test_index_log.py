@@ -2,35 +2,29 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvoffload.disk.index import IndexHeader, IndexLog, NotAnIndex, load_index, new_generation, start_index
+from kvoffload.disk.index import IndexContents, IndexLog, NotAnIndex, load_index, new_generation, start_index
 from kvoffload.disk.open_folder import open_folder
-from kvoffload.model.ids import BlockKey, SlotId
-from kvoffload.model.wire import Invalidate, Put, Use
-from tests.disk.blocks import open_descriptors
+from kvoffload.model.wire import Put
+from tests.disk import test_index_format
+from tests.disk.blocks import fails_with, open_descriptors
+from tests.disk.test_index_format import invalidate, put, use
 
-HEADER = IndexHeader(b"g" * 16, (b"the file's ident",), 1000)
-
-
-def put(slot: int, key: int | None = None) -> Put:
-    return Put(SlotId(slot), BlockKey((slot if key is None else key).to_bytes(36, "big")), (slot,))
+HEADER = replace(test_index_format.HEADER, slots=1000)
 
 
-def strike(slot: int) -> Invalidate:
-    return Invalidate(SlotId(slot))
-
-
-def use(slot: int) -> Use:
-    return Use(SlotId(slot))
+def load(folder: Path) -> IndexContents:
+    found = load_index(open_folder(folder), HEADER.slots)
+    assert found is not None
+    return found
 
 
 def entries(folder: Path) -> list[Put]:
-    found = load_index(open_folder(folder), HEADER.slots)
-    assert found is not None
-    return found.entries.puts()
+    return load(folder).entries.puts()
 
 
 @pytest.fixture
@@ -45,7 +39,7 @@ def test_a_folder_without_an_index_has_none(tmp_path: Path) -> None:
 def test_the_next_process_reads_appended_records(tmp_path: Path, log: IndexLog) -> None:
     log.append([put(1), put(2)])
     log.append([])
-    log.append([strike(1), put(3), use(2)])
+    log.append([invalidate(1), put(3), use(2)])
     log.close()
     assert entries(tmp_path) == [put(3), put(2)]
     assert log.records == 5
@@ -55,10 +49,8 @@ def test_the_next_start_drops_a_truncated_batch(tmp_path: Path, log: IndexLog) -
     log.append([put(1)])
     log.append([put(2)])
     log.close()
-    size = (tmp_path / "index").stat().st_size
-    os.truncate(tmp_path / "index", size - 1)
-    found = load_index(open_folder(tmp_path), HEADER.slots)
-    assert found is not None
+    os.truncate(tmp_path / "index", (tmp_path / "index").stat().st_size - 1)
+    found = load(tmp_path)
     assert found.is_cut
     again = start_index(open_folder(tmp_path), HEADER, found.entries)
     again.append([put(3)])
@@ -67,9 +59,7 @@ def test_the_next_start_drops_a_truncated_batch(tmp_path: Path, log: IndexLog) -
 
 def test_a_rewritten_index_can_be_appended_to(tmp_path: Path, log: IndexLog) -> None:
     for turn in range(200):
-        log.append(
-            [put(turn % 10, turn), use(0)] if turn == 0 else [strike((turn - 1) % 10), put(turn % 10, turn)]
-        )
+        log.append([invalidate((turn - 1) % 10), put(turn % 10, turn), use(0)])
     before, size = entries(tmp_path), (tmp_path / "index").stat().st_size
     log = log.rewritten()
     assert entries(tmp_path) == before
@@ -92,11 +82,9 @@ def test_a_new_generation_has_no_earlier_blocks(tmp_path: Path, log: IndexLog) -
     log.close()
     generation = new_generation()
     assert generation != new_generation()
-    start_index(open_folder(tmp_path), IndexHeader(generation, HEADER.files, HEADER.slots)).close()
-    assert entries(tmp_path) == []
-    found = load_index(open_folder(tmp_path), HEADER.slots)
-    assert found is not None
-    assert found.header.generation == generation
+    start_index(open_folder(tmp_path), replace(HEADER, generation=generation)).close()
+    found = load(tmp_path)
+    assert (found.entries.puts(), found.header.generation) == ([], generation)
 
 
 def test_an_append_after_a_failed_append_is_complete(
@@ -125,8 +113,8 @@ def test_the_old_index_stays_if_the_new_one_cannot_be_written(
     log.append([put(1)])
     files = open_descriptors()
     with monkeypatch.context() as patched:
-        patched.setattr(os, "rename", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.EIO, "I/O")))
-        with pytest.raises(OSError, match="I/O"):
+        patched.setattr(os, "rename", fails_with(errno.EIO))
+        with pytest.raises(OSError, match="Input/output error"):
             log.rewritten()
     assert open_descriptors() == files
     assert entries(tmp_path) == [put(1)]
@@ -139,8 +127,7 @@ def test_a_rewrite_of_a_damaged_index_is_refused(tmp_path: Path, log: IndexLog) 
     path = tmp_path / "index"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
-    with path.open("r+b") as file:
-        file.write(data)
+    path.write_bytes(data)
     with pytest.raises(OSError, match="reads otherwise than it was written"):
         log.rewritten()
 

@@ -14,9 +14,8 @@ from kvoffload.disk.weights import weights_identity
 from kvoffload.model.errors import DiskError
 from tests.disk.blocks import open_descriptors, shape_of
 from tests.disk.test_folder import IDENTITY
-from tests.disk.test_index_log import HEADER, put
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+from tests.disk.test_index_format import put
+from tests.disk.test_index_log import HEADER
 
 
 def identify(folder: Path) -> None:
@@ -54,10 +53,14 @@ def put_in_place(path: Path, kind: str) -> None:
             path.chmod(0o620)
 
 
-KINDS = ["link", "hard link", "pipe", "folder", pytest.param("other owner", marks=needs_root), "mode"]
+OTHER_OWNER = pytest.param(
+    "other owner",
+    marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user"),
+)
+KINDS = ["link", "hard link", "pipe", OTHER_OWNER, "mode"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "folder"])
 @pytest.mark.parametrize("name", USES)
 def test_an_unsafe_file_is_refused_and_its_target_is_unchanged(tmp_path: Path, name: str, kind: str) -> None:
     put_in_place(tmp_path / name, kind)
@@ -66,9 +69,7 @@ def test_an_unsafe_file_is_refused_and_its_target_is_unchanged(tmp_path: Path, n
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-@pytest.mark.parametrize(
-    "kind", ["link", "hard link", "pipe", pytest.param("other owner", marks=needs_root), "mode"]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_new_index_replaces_any_file_with_its_name(tmp_path: Path, kind: str) -> None:
     put_in_place(tmp_path / "index.new", kind)
     start_index(open_folder(tmp_path), HEADER).close()
@@ -77,7 +78,7 @@ def test_a_new_index_replaces_any_file_with_its_name(tmp_path: Path, kind: str) 
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-@pytest.mark.parametrize("kind", ["link", "file", pytest.param("other owner", marks=needs_root), "mode"])
+@pytest.mark.parametrize("kind", ["link", "file", OTHER_OWNER, "mode"])
 @pytest.mark.parametrize("is_parent", [True, False])
 def test_an_unsafe_folder_is_refused(tmp_path: Path, kind: str, *, is_parent: bool) -> None:
     path = tmp_path / IDENTITY.fingerprint / "replica0"
@@ -153,10 +154,3 @@ def test_a_write_of_0_bytes_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(OSError, match="wrote nothing"):
         index.append([put(1)])
-
-
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"1:2": ["x"]}', "\udcff"])
-def test_digests_that_cannot_be_read_are_computed_again(tmp_path: Path, text: str) -> None:
-    (tmp_path / "weights.json").touch(0o600)
-    (tmp_path / "weights.json").write_text(text, errors="surrogateescape")
-    identify(tmp_path)

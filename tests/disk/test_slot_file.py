@@ -3,8 +3,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,12 +17,17 @@ from kvoffload.disk.slot_file import PIECE_BYTES, SlotFile, SlotShape, open_slot
 from kvoffload.disk.system import PAGE, aligned_buffer
 from kvoffload.model.errors import DiskError
 from tests.captured_logs import capture_logs
+from tests.disk.blocks import fails_with
 
 SHAPE = SlotShape(rank=1, ranks=2, slot_bytes=6000, layout=b"a rank's layout.")
+SIZE = PAGE + 4 * SHAPE.pitch  # of a file with four slots
+
+
+Opened = Callable[..., SlotFile]
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., SlotFile]]:
+def opened(tmp_path: Path) -> Iterator[Opened]:
     files: list[SlotFile] = []
 
     def make(slots: int = 4, shape: SlotShape = SHAPE) -> SlotFile:
@@ -52,7 +57,7 @@ def some_bytes(seed: int, size: int = SHAPE.slot_bytes) -> bytes:
     return Random(seed).randbytes(size)
 
 
-def test_the_next_process_reads_written_slots(opened: Callable[..., SlotFile]) -> None:
+def test_the_next_process_reads_written_slots(opened: Opened) -> None:
     file = opened()
     for slot in range(4):
         write(file, slot, some_bytes(slot))
@@ -63,17 +68,9 @@ def test_the_next_process_reads_written_slots(opened: Callable[..., SlotFile]) -
     assert [read(again, slot) for slot in range(4)] == [some_bytes(slot) for slot in range(4)]
 
 
-def test_slots_larger_than_one_call_are_written_and_read_completely(opened: Callable[..., SlotFile]) -> None:
-    size = 2 * PIECE_BYTES + 5000
-    file = opened(2, SlotShape(0, 1, size, b"a rank's layout."))
-    for slot in (0, 1):
-        write(file, slot, some_bytes(slot, size))
-    assert [read(file, slot) for slot in (0, 1)] == [some_bytes(slot, size) for slot in (0, 1)]
-
-
 @pytest.mark.parametrize("most", [PAGE, 3 * PAGE, 2**30])
 def test_short_reads_and_writes_are_continued(
-    opened: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch, most: int
+    opened: Opened, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     file = opened(3, SlotShape(0, 1, 550 * PAGE, b"a rank's layout."))
     sizes: list[int] = []
@@ -96,12 +93,10 @@ def test_short_reads_and_writes_are_continued(
     assert found == written
     if most > PIECE_BYTES:
         assert (len(sizes), max(sizes)) == (10, PIECE_BYTES)
-    with pytest.raises(IndexError, match="slot 3 is not among the 3"):
-        file.write(2, [written])
 
 
 def test_a_slot_files_space_is_allocated_at_once_and_only_this_user_can_open_it(
-    opened: Callable[..., SlotFile], tmp_path: Path
+    opened: Opened, tmp_path: Path
 ) -> None:
     path = tmp_path / "slots1"
     for _ in range(2):
@@ -114,27 +109,9 @@ def test_a_slot_files_space_is_allocated_at_once_and_only_this_user_can_open_it(
             os.truncate(path, end)
 
 
-@pytest.mark.parametrize(
-    ("other", "reason"),
-    [
-        (SlotShape(1, 3, 6000, SHAPE.layout), "ranks=2.* ranks=3"),
-        (SlotShape(1, 2, 6001, SHAPE.layout), "slot_bytes=6000.* slot_bytes=6001"),
-        (SlotShape(1, 2, 6000, b"another layout.."), "other pages"),
-    ],
-)
-def test_a_slot_file_of_another_shape_is_replaced_with_a_warning_that_says_why(
-    opened: Callable[..., SlotFile], other: SlotShape, reason: str
-) -> None:
-    first = opened().id
-    with capture_logs() as lines:
-        assert opened(4, other).id != first
-    assert re.search(reason, lines[0]["reason"])
-
-
-def test_every_byte_of_the_header_counts(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
-    ids = {opened().id}
+def test_every_byte_of_the_header_counts(opened: Opened, tmp_path: Path) -> None:
+    ids, path = {opened().id}, tmp_path / "slots1"
     for place in (0, 8, 12, 20, 33, 45, 60, 79, 100, PAGE - 1):
-        path = tmp_path / "slots1"
         data = bytearray(path.read_bytes())
         data[place] ^= 1
         path.write_bytes(data)
@@ -142,55 +119,47 @@ def test_every_byte_of_the_header_counts(opened: Callable[..., SlotFile], tmp_pa
     assert len(ids) == 11
 
 
-def test_a_truncated_slot_file_is_replaced(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
-    first = opened().id
-    os.truncate(tmp_path / "slots1", PAGE + 3 * SHAPE.pitch)
-    again = opened()
-    assert again.id != first
-    assert read(again, 3) == bytes(SHAPE.slot_bytes)
+def with_header(data: bytes, slots: int = 4, **other: Any) -> bytes:  # noqa: ANN401  # a shape's fields
+    return slot_file._header(b"the file's ident", replace(SHAPE, **other), slots) + data[PAGE:]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (lambda data: b"", "it has 0 bytes"),
-        (lambda data: b"OTHERFMT" + data[8:], "it begins with b'OTHERFMT', not with b'KVOSLOTS'"),
-        (lambda data: data[:8] + b"\2" + data[9:], "its format is version 2, not 1"),
-        (
-            lambda data: data[:-1],
-            f"its header is damaged, or its {PAGE + 4 * SHAPE.pitch - 1} bytes end before the last of 4",
-        ),
-        (lambda data: data[:20] + b"xxxx" + data[24:], "its header is damaged"),
-    ],
-)
-def test_replacing_a_slot_file_logs_one_warning_with_its_name(
-    opened: Callable[..., SlotFile], tmp_path: Path, spoil: Callable[[bytes], bytes], reason: str
+# for each case: how the file changes, and why it is replaced
+SPOILED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "empty": (lambda data: b"", "it has 0 bytes"),
+    "other format": (lambda data: b"OTHERFMT" + data[8:], "it begins with b'OTHERFMT', not with b'KVOSLOTS'"),
+    "other version": (lambda data: data[:8] + b"\2" + data[9:], "its format is version 2, not 1"),
+    "a byte short": (lambda data: data[:-1], f"its {SIZE - 1} bytes end before the last of 4"),
+    "a slot short": (
+        lambda data: data[: -SHAPE.pitch],
+        f"its {SIZE - SHAPE.pitch} bytes end before the last of 4",
+    ),
+    "other ranks": (lambda data: with_header(data, ranks=3), "ranks=3"),
+    "other slots": (lambda data: with_header(data, slot_bytes=6001), "slot_bytes=6001"),
+    "other pages": (lambda data: with_header(data, layout=b"another layout.."), "other pages"),
+    "2^31 slots": (lambda data: with_header(data, 2**31), f"its {SIZE} bytes end before the last of {2**31}"),
+    "2^60 slots": (lambda data: with_header(data, 2**60), f"its {SIZE} bytes end before the last of {2**60}"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "reason"), SPOILED.values(), ids=SPOILED)
+def test_a_damaged_or_foreign_slot_file_is_replaced_with_one_warning(
+    opened: Opened, tmp_path: Path, spoil: Callable[[bytes], bytes], reason: str
 ) -> None:
-    path = tmp_path / "slots1"
+    path, file = tmp_path / "slots1", opened()
+    write(file, 3, some_bytes(3))
     with capture_logs() as lines:
-        opened()
-        opened()
+        assert opened().id == file.id
     assert lines == []
     path.write_bytes(spoil(path.read_bytes()))
     with capture_logs() as lines:
-        opened()
+        again = opened()
+    assert (again.id != file.id, again.slots, read(again, 3)) == (True, 4, bytes(SHAPE.slot_bytes))
     (line,) = lines
     assert (line["event"], line["log_level"], line["file"]) == ("slot_file_replaced", "warning", str(path))
     assert reason in line["reason"]
 
 
-@pytest.mark.parametrize("slots", [2**31, 2**36, 2**60])
-def test_a_header_with_more_slots_than_the_file_is_refused(
-    opened: Callable[..., SlotFile], tmp_path: Path, slots: int
-) -> None:
-    first, path = opened().id, tmp_path / "slots1"
-    path.write_bytes(slot_file._header(first, SHAPE, slots) + path.read_bytes()[PAGE:])
-    again = opened()
-    assert again.id != first
-    assert again.slots == 4
-
-
-def test_growing_a_slot_file_keeps_its_slots(opened: Callable[..., SlotFile]) -> None:
+def test_growing_a_slot_file_keeps_its_slots(opened: Opened) -> None:
     file = opened(2)
     write(file, 1, some_bytes(1))
     first = file.id
@@ -199,7 +168,7 @@ def test_growing_a_slot_file_keeps_its_slots(opened: Callable[..., SlotFile]) ->
     assert opened(5).id == first
 
 
-def test_shrinking_a_slot_file_keeps_its_first_slots(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
+def test_shrinking_a_slot_file_keeps_its_first_slots(opened: Opened, tmp_path: Path) -> None:
     file = opened(100)
     for slot in (2, 7):
         write(file, slot, some_bytes(slot))
@@ -212,29 +181,22 @@ def test_shrinking_a_slot_file_keeps_its_first_slots(opened: Callable[..., SlotF
     assert read(again, 7) != some_bytes(7)
 
 
-def test_a_slot_outside_the_file_is_refused(opened: Callable[..., SlotFile]) -> None:
+@pytest.mark.parametrize(("first", "count"), [(-1, 1), (2, 1), (1, 2)])
+def test_a_slot_outside_the_file_is_refused(opened: Opened, first: int, count: int) -> None:
     file = opened(2)
-    for slot in (-1, 2):
-        with pytest.raises(IndexError, match="not among the 2"):
-            read(file, slot)
+    with pytest.raises(IndexError, match="not among the 2"):
+        file.write(first, [aligned_buffer(count * SHAPE.pitch)])
 
 
-def test_a_file_that_is_in_use_is_refused(opened: Callable[..., SlotFile], tmp_path: Path) -> None:
+def test_a_file_that_is_in_use_is_refused(opened: Opened, tmp_path: Path) -> None:
     opened()
     with pytest.raises(DiskError, match="in use by another process"):
         open_slot_file(open_folder(tmp_path), SHAPE, 4)
 
 
-def refuse(*, number: int) -> Callable[..., None]:
-    def call(*_: object) -> None:
-        raise OSError(number, os.strerror(number))
-
-    return call
-
-
 @pytest.mark.parametrize("had", [0, 3])
 def test_a_start_without_disk_space_is_refused_and_keeps_the_file(
-    opened: Callable[..., SlotFile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had: int
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had: int
 ) -> None:
     path = tmp_path / "slots1"
     if had:
@@ -242,7 +204,7 @@ def test_a_start_without_disk_space_is_refused_and_keeps_the_file(
         opened(had)
     size = path.stat().st_size if had else 0
     with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", refuse(number=errno.ENOSPC))
+        patched.setattr(os, "posix_fallocate", fails_with(errno.ENOSPC))
         with pytest.raises(DiskError, match=r"no room for .* lower disk_bytes or free space"):
             opened(1000)
     assert path.stat().st_size == size
@@ -250,14 +212,14 @@ def test_a_start_without_disk_space_is_refused_and_keeps_the_file(
         assert read(opened(had), 2) == some_bytes(2)
 
 
-def test_a_failing_disk_is_reported(opened: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "pwritev", refuse(number=errno.EIO))
+def test_a_failing_disk_is_reported(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwritev", fails_with(errno.EIO))
     with pytest.raises(DiskError, match="cannot be used: Input/output error"):
         opened()
 
 
 def test_the_page_cache_is_used_if_direct_io_is_refused(
-    opened: Callable[..., SlotFile], monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = fcntl.fcntl
 
@@ -274,9 +236,7 @@ def test_the_page_cache_is_used_if_direct_io_is_refused(
     assert read(file, 2) == some_bytes(2)
 
 
-def test_reading_past_the_end_of_a_truncated_file_is_an_error(
-    opened: Callable[..., SlotFile], tmp_path: Path
-) -> None:
+def test_reading_past_the_end_of_a_truncated_file_is_an_error(opened: Opened, tmp_path: Path) -> None:
     file = opened()
     os.truncate(tmp_path / "slots1", PAGE + SHAPE.pitch)
     with pytest.raises(OSError, match="ends before slot 3"):

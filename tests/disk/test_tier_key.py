@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hmac
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +20,10 @@ def write(path: Path, data: bytes = SECRET, mode: int = 0o600) -> Path:
     return path
 
 
-def link(path: Path) -> None:
-    path.symlink_to(write(path.with_name("real")))
-
-
 # Each function makes a key file that is refused with this part of an error text.
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "No such file"),
-    "a link": (link, "it is a link"),
+    "a link": (lambda path: path.symlink_to(write(path.with_name("real"))), "it is a link"),
     "a pipe": (lambda path: os.mkfifo(path, 0o600), "its mode prw-------"),
     "a folder": (lambda path: path.mkdir(0o700), "Is a directory"),
     "mode 0644": (lambda path: write(path, mode=0o644), "its mode -rw-r--r--"),
@@ -98,7 +95,5 @@ def test_a_code_depends_on_key_context_and_data_but_not_on_the_datas_pieces() ->
 
 
 def test_a_code_is_an_hmac_sha256_that_other_programs_can_check() -> None:
-    import hmac
-
     expected = hmac.digest(SECRET, (7).to_bytes(8, "little") + b"context" + b"data", "sha256")
     assert TierKey(SECRET).mac(b"context", b"data") == expected

@@ -12,7 +12,6 @@ import sys
 import time
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +26,7 @@ from tests.reference.rig import BLOCK, LAYERS, TOLERANCE, config_of, slot_bytes,
 
 PROMPTS = [text(seed, 8 * BLOCK) for seed in range(4)]
 HEAD_DIM = 8
-LONG_HEAD_DIM = 1024
-"""Head size of a model with pages of 64 KiB, which are long enough to be written and read without a buffer.
-"""
+LONG_HEAD_DIM = 1024  # its pages have 64 KiB, enough to be written and read without a buffer
 _NEW_TOKENS = 4
 _PATIENCE_S = 20.0
 
@@ -40,24 +37,17 @@ class Driven:
         folder: str,
         *,
         ranks: int = 1,
-        blocks: int = 60,
         timeout_s: float = 30.0,
         opens_in_s: float = _PATIENCE_S,
         head_dim: int = HEAD_DIM,
     ) -> dict[str, Any]:
-        """Start an engine; wait until host memory is ready and the disk was opened or refused. Return the
-        engine's state.
-        """
+        """Start an engine, and wait until host memory is ready and the disk was opened or refused."""
         self.copies: dict[str, int] = {}
         self.plugin = ReferencePlugin()
         self.head_dim = head_dim
         size = slot_bytes("full", ranks) // HEAD_DIM * head_dim
-        extra: dict[str, object] = {
-            "host_bytes": ranks * 40 * size,
-            "disk_path": Path(folder),
-            "disk_bytes": ranks * (4096 + blocks * (size + 4096)),
-            "disk_min_hits": 1,
-        }
+        files = {"disk_path": folder, "disk_bytes": ranks * (4096 + 60 * (size + 4096)), "disk_min_hits": 1}
+        extra = {"host_bytes": ranks * 40 * size, **files}
         config = config_of("full", ranks=ranks, timeout_s=timeout_s, extra=extra)
         config = replace(config, model=replace(config.model, head_dim=head_dim))
         self.engine = Engine(config, self.plugin, clock=time.monotonic)
@@ -110,9 +100,8 @@ class Driven:
 @cache
 def _plain(head_dim: int, number: int) -> list[Token]:
     """Return the answer of an engine without offloading."""
-    engine = Engine(
-        tiny_config("full", model={"layers": LAYERS["full"], "head_dim": head_dim}), clock=time.monotonic
-    )
+    config = tiny_config("full", model={"layers": LAYERS["full"], "head_dim": head_dim})
+    engine = Engine(config, clock=time.monotonic)
     stream = engine.submit(PROMPTS[number], SamplingParams(_NEW_TOKENS))
     while engine.has_work:
         engine.step()

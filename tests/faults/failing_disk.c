@@ -1,16 +1,18 @@
-/* A disk that fails on demand, for LD_PRELOAD. Only files below FAILING_DISK are concerned; what happens to them is in the file
- * FAILING_DISK_ORDERS, a word and a number a line, read before each call, so a test changes it while the process runs:
+/* A disk that fails on demand, for LD_PRELOAD. It changes only calls on files below FAILING_DISK. The file
+ * FAILING_DISK_ORDERS has a word and a number per line. It is read before each call, so that a test can change it
+ * while the process runs:
  *
- *   full 1     writes and allocations: ENOSPC            error 1    reads, writes, syncs: EIO
- *   gone 1     every call: ENODEV                        hang 1     reads do not return before the line is gone
- *   hang-writes 1   the same of writes
- *   torn 1     a write of blocks (pwritev) leaves its second half as it was, and says all is done
- *   flip 1     reads have another bit                    short 1    reads and writes do half of what they are asked for
- *   slow 50    every call takes so many milliseconds
- *   clock-back 60   the wall clock is so many seconds behind; beside `hang`, from when a call hangs on
+ *   full 1     writes and allocations fail with ENOSPC
+ *   error 1    reads, writes and syncs fail with EIO
+ *   gone 1     every call fails with ENODEV
+ *   hang 1     reads do not return until the line is removed
+ *   torn 1     a write of blocks (pwritev) writes only the first half and reports success
+ *   flip 1     a read returns a flipped bit
+ *   short 1    reads and writes transfer half of the bytes, and report how many
+ *   slow 50    every call takes so many milliseconds longer
+ *   clock-back 60   the wall clock is so many seconds behind; together with `hang`, once a call hangs
  *
- * A direct transfer is halved in multiples of 4 KiB. Every call that did not do as it was told leaves a byte in
- * FAILING_DISK_ORDERS.done.
+ * A direct transfer is halved in multiples of 4 KiB. Each injected fault appends a byte to FAILING_DISK_ORDERS.done.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -34,7 +36,8 @@ static volatile int hangs;
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
-/* The number behind a word in the orders, 0 without it. By system calls: this library stands before the C library's. */
+/* Return the number that follows a word in the orders, or 0. This uses system calls, because the library replaces the
+ * C library's functions. */
 static long ordered(const char *word)
 {
     char text[1024], *line, *rest = text;
@@ -91,15 +94,15 @@ static int fails(int number)
     return -1;
 }
 
-/* What stops any call: -1 and errno, or 0. `hang` is the order under which it waits. */
-static int stopped(const char *hang, int is_write)
+/* Return -1 and set errno if the call must fail, else 0. Delay the call first, as ordered. */
+static int stopped(int is_read, int is_write)
 {
     if (ordered("slow"))
         pause_ms(ordered("slow"));
-    if (hang && ordered(hang)) {
+    if (is_read && ordered("hang")) {
         note();
         hangs = 1;
-        while (ordered(hang))
+        while (ordered("hang"))
             pause_ms(10);
         hangs = 0;
     }
@@ -129,7 +132,7 @@ static size_t half_of(size_t size)
     return half >= PIECE ? half / PIECE * PIECE : size % PIECE ? (half ? half : size) : size;
 }
 
-/* Cut the buffers to a size; every one of ours is small in number. */
+/* Copy the buffers up to a total size; return how many are used. */
 static int cut(const struct iovec *from, int count, struct iovec *to, size_t size)
 {
     int used = 0;
@@ -155,7 +158,7 @@ static ssize_t read_into(int descriptor, const struct iovec *buffers, int count,
     __typeof__(&preadv64) real = REAL(preadv64);
     if (!is_ours(descriptor) || count > 64)
         return real(descriptor, buffers, count, offset);
-    if (stopped("hang", 0))
+    if (stopped(1, 0))
         return -1;
     if (ordered("short")) {
         note();
@@ -176,7 +179,7 @@ static ssize_t write_from(int descriptor, const struct iovec *buffers, int count
     __typeof__(&pwritev64) real = REAL(pwritev64);
     if (!is_ours(descriptor) || count > 64)
         return real(descriptor, buffers, count, offset);
-    if (stopped("hang-writes", 1))
+    if (stopped(0, 1))
         return -1;
     size_t size = total(buffers, count);
     int is_torn = may_tear && ordered("torn");
@@ -187,12 +190,12 @@ static ssize_t write_from(int descriptor, const struct iovec *buffers, int count
     if (!used)
         return (ssize_t)size;
     ssize_t done = real(descriptor, some, used, offset);
-    if (is_torn && done < 0 && errno == EINVAL) /* direct, and less than a sector: nothing of it */
+    if (is_torn && done < 0 && errno == EINVAL) /* less than a sector cannot be written by direct I/O */
         return (ssize_t)size;
     return is_torn && done >= 0 ? (ssize_t)size : done;
 }
 
-/* What CPython calls for os.preadv, os.pwritev, os.pread and os.pwrite. */
+/* CPython calls these for os.preadv, os.pwritev, os.pread and os.pwrite. */
 ssize_t preadv64v2(int descriptor, const struct iovec *buffers, int count, off64_t offset, int flags)
 {
     (void)flags;
@@ -219,28 +222,28 @@ ssize_t pwrite64(int descriptor, const void *data, size_t size, off64_t offset)
 
 int posix_fallocate64(int descriptor, off64_t offset, off64_t size)
 {
-    if (is_ours(descriptor) && stopped(NULL, 1))
+    if (is_ours(descriptor) && stopped(0, 1))
         return errno;
     return REAL(posix_fallocate64)(descriptor, offset, size);
 }
 
 int fdatasync(int descriptor)
 {
-    if (is_ours(descriptor) && stopped("hang-writes", 0))
+    if (is_ours(descriptor) && stopped(0, 0))
         return -1;
     return REAL(fdatasync)(descriptor);
 }
 
 int fsync(int descriptor)
 {
-    if (is_ours(descriptor) && stopped("hang-writes", 0))
+    if (is_ours(descriptor) && stopped(0, 0))
         return -1;
     return REAL(fsync)(descriptor);
 }
 
 int renameat(int from, const char *old, int to, const char *new)
 {
-    if (is_ours(to) && stopped(NULL, 0))
+    if (is_ours(to) && stopped(0, 0))
         return -1;
     return REAL(renameat)(from, old, to, new);
 }
@@ -254,7 +257,7 @@ int openat64(int folder, const char *path, int flags, ...)
         mode = va_arg(rest, mode_t);
         va_end(rest);
     }
-    if (is_ours(folder) && (ordered("gone") || ordered("error")) && stopped(NULL, 0))
+    if (is_ours(folder) && (ordered("gone") || ordered("error")) && stopped(0, 0))
         return -1;
     return REAL(openat64)(folder, path, flags, mode);
 }

@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from typing import TYPE_CHECKING
 
 from kvoffload.cli.main import main
 from kvoffload.transfer import host_copier
-
-if TYPE_CHECKING:
-    from kvoffload.transfer.runs import CopyRuns
+from kvoffload.transfer.runs import CopyRuns
 
 _FREE = 5  # this many copies run before the others are held
 _started = itertools.count()

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import mmap
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,13 +22,7 @@ from tests.reference.rig import (
     text,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 Span = tuple[int, int]
-
-
-# -- host memory ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("granted", [0, 2])
@@ -58,9 +53,6 @@ def test_an_engine_runs_with_less_host_memory_than_requested(
         made.assert_clean()
 
 
-# -- a lost device ----------------------------------------------------------------------------------------------------
-
-
 def test_a_lost_device_switches_offloading_off_and_the_engine_continues(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -77,9 +69,6 @@ def test_a_lost_device_switches_offloading_off_and_the_engine_continues(
         made.assert_outputs()
     assert "offloading_off cause=transfer_dead" in caplog.text
     assert "CUDA_ERROR_ILLEGAL_ADDRESS (700)" in caplog.text
-
-
-# -- one of two ranks fails -----------------------------------------------------------------------------------------------
 
 
 def test_a_store_that_one_rank_fails_is_never_found(caplog: pytest.LogCaptureFixture) -> None:
@@ -107,9 +96,6 @@ def test_a_store_that_one_rank_fails_is_never_found(caplog: pytest.LogCaptureFix
     assert "store_failed" in caplog.text
 
 
-# -- the engine's lease counts --------------------------------------------------------------------------------------------
-
-
 def test_an_engine_that_takes_a_leased_block_back_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     with rig() as made:
         made.hold()
@@ -125,9 +111,6 @@ def test_an_engine_that_takes_a_leased_block_back_is_noticed(caplog: pytest.LogC
         made.drain()
         made.run_plain(text(2, 20))
         made.assert_clean()
-
-
-# -- copies that end late or never ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("end", ["fail", "tear", "finish"])

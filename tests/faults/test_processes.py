@@ -57,9 +57,7 @@ class Demo:
         return sum(float(line.split()[-1]) for line in lines if line.startswith("kvoffload_open_jobs{"))
 
     def check_nothing_is_left(self) -> None:
-        """Check that no process, shared memory or port is left, and that the journal is valid and can be
-        opened again.
-        """
+        """Check that no process, memory or port is left, and that the journal can be opened again."""
         JournalFile(self.journal).close()
         assert "StoreScheduled" in self.journal.read_text()
         assert not [process for process in Path("/proc").glob("[0-9]*") if self._is_member(process)]
@@ -79,7 +77,6 @@ def start(journal: Path) -> Demo:
     """Start a demo with SIGINT ignored, as a shell script starts a background process."""
     argv = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh", sys.executable, "-m", "tests.faults.held_demo"]
     argv += SMALL.format(blocks=26).split()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path()}
     process = subprocess.Popen(
         [*argv, "--serve-metrics", "0", "--config", f"journal_path={journal}"],
         text=True,
@@ -87,7 +84,7 @@ def start(journal: Path) -> Demo:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
-        env=environment,
+        env=environment(),
     )
     return Demo(process, journal)
 
@@ -106,9 +103,10 @@ def demos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Demo]]:
             one.process.communicate(timeout=PATIENCE_S)
 
 
-def python_path() -> str:
-    """Return an import path on which an installed wheel comes before this checkout."""
-    return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])])
+def environment() -> dict[str, str]:
+    """Return variables for a program that imports an installed wheel, or else this checkout."""
+    path = [*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[2])]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)}
 
 
 def shared_memory(process: int) -> set[Path]:
@@ -134,24 +132,6 @@ def test_a_killed_demo_leaves_no_process_memory_or_port(demos: Iterator[Demo]) -
     made.process.kill()
     assert made.process.wait(PATIENCE_S) == -signal.SIGKILL
     made.check_nothing_is_left()
-
-
-# -- forks, and imports in an unusual order ------------------------------------------------------------------------------
-
-
-def run_python(code: str) -> str:
-    """Run a program, with warnings as errors; return its output."""
-    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 ODD = """
@@ -209,4 +189,6 @@ def test_modules_can_be_imported_in_any_order_and_twice_and_forked() -> None:
     """The program imports the plugin's modules three times, starts an engine with each, and forks while the
     engines' threads run.
     """
-    assert run_python(ODD) == "well\n"
+    command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", ODD]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    assert (done.returncode, done.stdout) == (0, "well\n"), done.stderr

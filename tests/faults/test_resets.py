@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from kvoffload.engine import Engine
+from kvoffload.engine import Engine, Token
 from tests.engine.tiny import assert_same, run, taken
 from tests.reference.rig import (
     KINDS,
@@ -18,11 +18,6 @@ from tests.reference.rig import (
     rig,
     text,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from kvoffload.engine import Token
 
 PROMPTS = (text(1, 30), text(2, 40), text(3, 20))
 

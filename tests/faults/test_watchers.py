@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffload.engine import Engine, SamplingParams
@@ -14,23 +15,10 @@ from kvoffload_reference.plugin import ReferencePlugin
 from tests.core.audit import audit_side
 from tests.engine.tiny import assert_same, taken
 from tests.gates import ThreadGate
-from tests.reference.rig import (
-    TIMEOUT_S,
-    TOLERANCE,
-    config_of,
-    on_host_only,
-    open_stores,
-    plain,
-    rig,
-    text,
-)
+from tests.reference.rig import TIMEOUT_S, TOLERANCE, config_of, on_host_only, open_stores, plain, rig, text
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import pytest
-
-# -- a blocked event loop ---------------------------------------------------------------------------------------------------
 
 
 def run(engine: Engine, prompt: tuple[int, ...], tokens: int = 3) -> int:
@@ -42,9 +30,7 @@ def run(engine: Engine, prompt: tuple[int, ...], tokens: int = 3) -> int:
     return stream.stats.external_tokens
 
 
-def test_an_observer_that_blocks_the_event_loop_only_delays_stores(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_observer_that_blocks_the_event_loop_only_delays_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     """The observer blocks the thread that also starts stores, so stores time out. Loads work, because
     the engine's own thread starts them.
     """
@@ -89,9 +75,6 @@ def test_an_observer_that_blocks_the_event_loop_only_delays_stores(
     engine.close()
 
 
-# -- clocks -----------------------------------------------------------------------------------------------------------------
-
-
 def test_after_a_clock_jump_all_copies_are_abandoned_and_every_request_is_served() -> None:
     """All open copies become overdue together and end later, as when a machine is suspended or a debugger
     stops the process.
@@ -131,8 +114,7 @@ def test_setting_the_wall_clock_changes_only_reported_times(
     """Set the wall clock back by a year, then ahead by two, while copies are open. No copy may time out."""
     wall = FakeClock(2e9)
     monkeypatch.setattr(
-        "tests.reference.rig.Clocks",
-        lambda now, _, sleep: Clocks(now, wall.monotonic, sleep),
+        "tests.reference.rig.Clocks", lambda now, _, sleep: Clocks(now, wall.monotonic, sleep)
     )
     path = tmp_path / "journal"
     with rig(extra={"journal_path": str(path)}) as made:

@@ -30,7 +30,6 @@ from pathlib import Path
 
 from kvoffload.cli.exits import Exit
 
-WAYS = ("ctrl-c", "ctrl-c twice", "sigterm", "closed output", "full disk", "closed terminal")
 AT_ONCE = 2
 _LONGEST_S = 60.0
 _SMALL = "demo --model tiny --conversations 2 --turns 2 --first-tokens 200 --turn-tokens 30 --answer-tokens 4"
@@ -49,10 +48,11 @@ signals.handle = handle
 sys.exit(main.main())
 """
 _UGLY = re.compile(
-    r"Traceback|Exception ignored|never retrieved|never awaited|was destroyed|Fatal Python error"
+    "Traceback|Exception ignored|never retrieved|never awaited|was destroyed|Fatal Python error"
 )
 _SIGNALS = {"ctrl-c": signal.SIGINT, "ctrl-c twice": signal.SIGINT, "sigterm": signal.SIGTERM}
-_ENDS: dict[str, set[int]] = {
+# the ways to end a command, and the exit codes that each may cause
+WAYS: dict[str, set[int]] = {
     "ctrl-c": {Exit.INTERRUPTED},
     "ctrl-c twice": {Exit.INTERRUPTED},
     "sigterm": {Exit.TERMINATED},
@@ -77,8 +77,7 @@ class Command:
 
     Args:
         line: the arguments.
-        outputs: the files that the command writes to the folder, each with a check that the file is
-            complete.
+        outputs: the files that the command writes to the folder, each with a check that it is complete.
     """
 
     line: str
@@ -122,14 +121,14 @@ class Outcome:
     was_running: bool
 
 
-def draw(seed: int, count: int, names: list[str] | None = None) -> list[Kill]:
+def draw(seed: int, count: int) -> list[Kill]:
     """Return random kills, spread evenly over the commands."""
     chance = random.Random(seed)
-    names = names or list(COMMANDS)
+    names = list(COMMANDS)
     return [
         Kill(
             names[number % len(names)],
-            chance.choice(WAYS),
+            chance.choice(list(WAYS)),
             chance.random(),
             chance.uniform(0, 0.05),
             chance.choice([0, 100, 2000, 20000]),
@@ -165,7 +164,7 @@ class Killer:
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             ended = self._run(COMMANDS[kill.command].line, Path(folder), kill)
             problems = [f"it printed {found[0]!r}: {ended.errors}" for found in _UGLY.finditer(ended.errors)]
-            if ended.code not in {Exit.OK, *_ENDS[kill.way]}:
+            if ended.code not in {Exit.OK, *WAYS[kill.way]}:
                 problems.append(f"exit code {ended.code}: {ended.errors}")
             self.hits += ended.was_running
             return problems + list(self._half_written(kill.command, Path(folder)))
@@ -179,11 +178,8 @@ class Killer:
             except ValueError as error:
                 yield f"{file} is half written: {error}"
         for path in (folder / "new").rglob("*"):
-            if (
-                path.is_file()
-                and not path.name.endswith(".partial")
-                and not path.read_bytes().endswith((b"\n", b"}"))
-            ):
+            is_final = path.is_file() and path.suffix != ".partial"
+            if is_final and not path.read_bytes().endswith((b"\n", b"}")):
                 yield f"{path.name} is half written"
 
     def _run(self, line: str, folder: Path, kill: Kill | None) -> Outcome:

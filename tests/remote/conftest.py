@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
 
 import pytest
 
@@ -13,16 +14,25 @@ from tests.remote.sharing import Served, StartEngine
 
 @pytest.fixture(scope="session")
 def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mooncake]:
-    server = Mooncake(tmp_path_factory.mktemp("mooncake"))
-    yield server
-    server.close()
+    with closing(Mooncake(tmp_path_factory.mktemp("mooncake"))) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")
 def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
-    server = Bucket(tmp_path_factory.mktemp("bucket"))
-    yield server
-    server.close()
+    with closing(Bucket(tmp_path_factory.mktemp("bucket"))) as server:
+        yield server
+
+
+@pytest.fixture
+def own_mooncake(tmp_path: Path) -> Iterator[Callable[..., Mooncake]]:
+    """Yield a function that starts a Mooncake server which the test may break."""
+    with ExitStack() as running:
+
+        def begin(*options: object, **sizes: int) -> Mooncake:
+            return running.enter_context(closing(Mooncake(tmp_path, *options, **sizes)))
+
+        yield begin
 
 
 @pytest.fixture(params=["mooncake", "bucket"])

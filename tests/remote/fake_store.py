@@ -14,10 +14,6 @@ class FakeStore:
     """A remote tier in memory that answers or fails as the test decides.
 
     Attributes:
-        values: the values by name.
-        fails: whether every call raises.
-        is_gone: whether every call raises `RemoteGone`.
-        is_full: whether the remote tier accepts no values.
         gate: if set, every call waits at this gate.
         calls: the calls, in order.
         registered: how often memory was registered.

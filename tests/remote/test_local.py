@@ -47,14 +47,9 @@ def _is_free(port: int) -> bool:
 
 
 def test_the_error_for_a_server_that_ends_at_once_has_its_last_output(tmp_path: Path) -> None:
+    command = sys.executable, "-c", "raise SystemExit('no such option')"
     with pytest.raises(RemoteError, match="does not start: no such option"):
-        Server(
-            sys.executable,
-            "-c",
-            "raise SystemExit('no such option')",
-            log=tmp_path / "log",
-            is_ready=lambda: False,
-        )
+        Server(*command, log=tmp_path / "log", is_ready=lambda: False)
 
 
 @pytest.mark.parametrize(

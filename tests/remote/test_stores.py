@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 
 import obstore
 import pytest
@@ -15,7 +14,6 @@ from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import parse_address
-from kvoffload.remote.bucket import BucketStore
 from kvoffload.remote.store import FAILED, MISSING, Refusals, RemoteStore, SharedMemory, open_store
 from kvoffload.remote.values import TRAILER_BYTES, Shard, generation_name, is_whole, seal
 from tests.captured_logs import capture_logs
@@ -27,11 +25,14 @@ KEYS = [BlockKey(bytes([number]) * 33) for number in range(20)]
 LAYOUT = b"layout"
 
 
+def connect(url: str) -> RemoteStore:
+    return open_store(parse_address(url), TIMEOUT_S)
+
+
 @pytest.fixture
 def store(url: str) -> Iterator[RemoteStore]:
-    opened = open_store(parse_address(url), TIMEOUT_S)
-    yield opened
-    opened.close()
+    with closing(connect(url)) as opened:
+        yield opened
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def test_put_blocks_are_found_and_fetched(url: str, store: RemoteStore, shard: S
     for key, value in zip(KEYS, written, strict=True):
         seal(value, shard.name(key), LAYOUT)
     assert store.put(shard, KEYS, written) == [True] * len(KEYS)
-    reader = open_store(parse_address(url), TIMEOUT_S)
+    reader = connect(url)
     assert reader.ask(shard, [*KEYS, BlockKey(b"none")]) == [True] * len(KEYS) + [False]
     read = values(reader, len(KEYS))
     arrived = reader.get(shard, KEYS, read)
@@ -75,13 +76,9 @@ def test_missing_values_do_not_affect_found_values(store: RemoteStore, shard: Sh
     assert [read[1], read[3]] == written
 
 
-def test_values_of_another_rank_or_generation_are_not_found(store: RemoteStore, shard: Shard) -> None:
+def test_r18_values_of_another_rank_or_generation_are_not_found(store: RemoteStore, shard: Shard) -> None:
     store.put(shard, KEYS[:1], values(store, 1))
-    for other in (
-        Shard(shard.namespace, 0, 2),
-        Shard(shard.namespace, 1, 3),
-        Shard("fingerprint/other", 1, 2),
-    ):
+    for other in (replace(shard, rank=0), replace(shard, ranks=3), replace(shard, namespace="other")):
         assert store.ask(other, KEYS[:1]) == [False]
 
 
@@ -96,7 +93,7 @@ def test_existing_values_are_not_overwritten(store: RemoteStore, shard: Shard) -
 def test_values_of_the_wrong_size_are_refused(url: str, store: RemoteStore, shard: Shard) -> None:
     [short], [long] = values(store, 1, size=SIZE - 7), values(store, 1, size=SIZE + 7)
     store.put(shard, KEYS[:2], [short, long])
-    reader = open_store(parse_address(url), TIMEOUT_S)
+    reader = connect(url)
     read = values(reader, 2)
     first, second = reader.get(shard, KEYS[:2], read)
     assert first == SIZE - 7
@@ -114,27 +111,6 @@ def test_a_small_object_is_created_once_and_replaced(store: RemoteStore, shard: 
     assert store.read(name) == b"the third"
 
 
-def test_calls_do_not_block_other_threads(store: RemoteStore, shard: Shard) -> None:
-    turns, is_over = 0, threading.Event()
-
-    def count() -> None:
-        nonlocal turns
-        while not is_over.wait(0.001):
-            turns += 1
-
-    size = 2**20 + TRAILER_BYTES
-    written = values(store, 16, size=size)
-    thread = threading.Thread(target=count)
-    thread.start()
-    before = turns
-    began = time.monotonic()
-    while time.monotonic() < began + 0.5:
-        store.put(shard, [BlockKey(secrets.token_bytes(16)) for _ in written][:4], written[:4])
-    is_over.set()
-    thread.join()
-    assert turns - before > 5
-
-
 @pytest.fixture
 def there(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> S3Store:
     """Return another writer's connection to the bucket."""
@@ -148,7 +124,7 @@ def packs_of(there: S3Store, shard: Shard) -> list[str]:
 
 
 def test_blocks_of_deleted_packs_are_missing(bucket: Bucket, there: S3Store, shard: Shard) -> None:
-    first, second = (open_store(parse_address(bucket.url), TIMEOUT_S) for _ in range(2))
+    first, second = (connect(bucket.url) for _ in range(2))
     for writer in (first, second):
         writer.put(shard, KEYS, values(writer, len(KEYS)))
     assert first.ask(shard, KEYS[:2]) == [True, True]
@@ -158,77 +134,11 @@ def test_blocks_of_deleted_packs_are_missing(bucket: Bucket, there: S3Store, sha
     assert first.ask(shard, KEYS[:2]) == [False, False]
 
 
-def test_known_blocks_are_read_without_a_listing(
-    bucket: Bucket, shard: Shard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("the bucket is listed")
-
-    bucket.reach(monkeypatch)
-    store = open_store(parse_address(bucket.url), TIMEOUT_S)
-    written = values(store, 2)
-    store.put(shard, KEYS[:2], written)
-    monkeypatch.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
-    monkeypatch.setattr(obstore, "list", refuse)
-    read = values(store, 2)
-    assert store.get(shard, KEYS[:2], read) == [SIZE, SIZE]
-    assert read == written
-    with pytest.raises(AssertionError, match="is listed"):
-        store.get(shard, KEYS[1:3], read)
-
-
-@pytest.fixture
-def new_packs(bucket: Bucket, there: S3Store, shard: Shard) -> BucketStore:
-    """Return a connection that has not yet seen five packs, each with one of the first five keys."""
-    writer = open_store(parse_address(bucket.url), TIMEOUT_S)
-    for key in KEYS[:5]:
-        writer.put(shard, [key], values(writer, 1))
-    assert len(packs_of(there, shard)) == 5
-    reader = open_store(parse_address(bucket.url), TIMEOUT_S)
-    assert isinstance(reader, BucketStore)
-    return reader
-
-
-@pytest.mark.parametrize("at_once", [3, 32])
-def test_packs_are_read_concurrently(
-    new_packs: BucketStore, shard: Shard, monkeypatch: pytest.MonkeyPatch, at_once: int
-) -> None:
-    monkeypatch.setattr("kvoffload.remote.bucket._INDEXES_AT_ONCE", at_once)
-    read, now, most = new_packs._read_range, 0, list[int]()
-
-    async def counted(pack: str, start: int, size: int) -> memoryview | None:
-        nonlocal now
-        now += 1
-        most.append(now)
-        try:
-            return await read(pack, start, size)
-        finally:
-            now -= 1
-
-    monkeypatch.setattr(new_packs, "_read_range", counted)
-    assert new_packs.get(shard, KEYS[:5], values(new_packs, 5)) == [SIZE] * 5
-    assert len(most) == 10  # five reads of an index, then five reads of a value
-    assert max(most[:5]) == min(at_once, 5)
-    assert max(most[5:]) == 5
-
-
-def test_new_packs_that_take_too_long_are_read_by_the_next_calls(
-    new_packs: BucketStore, shard: Shard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvoffload.remote.bucket._INDEXES_AT_ONCE", 2)
-    monkeypatch.setattr("kvoffload.remote.bucket.LOOK_PERIOD_S", 0.0)
-    monkeypatch.setattr(new_packs, "_listing_s", 0.0)
-    assert [new_packs.ask(shard, KEYS[:5]) for _ in range(2)] == [
-        [False, False, False, True, True],
-        [True] * 5,  # the second call reads the other new packs
-    ]
-
-
 @pytest.mark.parametrize("left", [0, 5, 400, SIZE + 2000])
 def test_r17_a_truncated_pack_loses_only_its_own_values(
     bucket: Bucket, there: S3Store, shard: Shard, left: int
 ) -> None:
-    store, late = (open_store(parse_address(bucket.url), TIMEOUT_S) for _ in range(2))
+    store, late = (connect(bucket.url) for _ in range(2))
     written = values(store, 4)
     store.put(shard, KEYS[:3], written[:3])
     [cut] = packs_of(there, shard)
@@ -246,31 +156,11 @@ def test_r17_a_truncated_pack_loses_only_its_own_values(
     assert len(packs_of(there, shard)) == 3
 
 
-def test_the_error_for_refused_credentials_does_not_contain_them(
-    bucket: Bucket, shard: Shard, monkeypatch: pytest.MonkeyPatch
+def test_a_dead_node_fails_reads_and_a_dead_master_fails_all_calls(
+    own_mooncake: Callable[..., Mooncake], shard: Shard
 ) -> None:
-    bucket.reach(monkeypatch)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    store = open_store(parse_address(bucket.url), TIMEOUT_S)
-    assert store.put(shard, KEYS[:1], values(store, 1)) == [False]
-    with pytest.raises(RemoteError, match="403") as refused:
-        store.ask(shard, KEYS[:1])
-    text = str(refused.value)
-    assert "blocks" in text
-    assert not any(secret in text for secret in (*bucket.secrets, "wrong"))
-
-
-def test_a_missing_server_is_an_error_within_the_time_limit(tmp_path: Path) -> None:
-    began = time.monotonic()
-    with pytest.raises(RemoteError, match="no Mooncake master answers"):
-        open_store(parse_address("mooncake://127.0.0.1:1"), TIMEOUT_S)
-    assert time.monotonic() - began < TIMEOUT_S  # the client alone would wait for 90 s
-
-
-def test_a_dead_node_fails_reads_and_a_dead_master_fails_all_calls(tmp_path: Path, shard: Shard) -> None:
-    server = Mooncake(tmp_path)
-    store = open_store(parse_address(server.url), TIMEOUT_S)
-    try:
+    server = own_mooncake()
+    with closing(connect(server.url)) as store:
         written = values(store, 4)
         store.put(shard, KEYS[:4], written)
         server.node.kill()
@@ -279,9 +169,6 @@ def test_a_dead_node_fails_reads_and_a_dead_master_fails_all_calls(tmp_path: Pat
         server.master.kill()
         with pytest.raises(RemoteError, match="does not answer"):
             store.ask(shard, KEYS)
-    finally:
-        server.close()
-        store.close()
 
 
 def test_a_refusal_is_logged_once_until_a_put_is_accepted() -> None:

@@ -25,52 +25,39 @@ def test_r18_the_second_engine_finds_the_first_ones_blocks(
     first.share()
     second = start(url, kind, ranks=ranks, weights_id=identity).opened()
     assert second.namespace == first.namespace
-    second.run()
-    assert second.copied(Direction.LOAD) > 0
+    second.find()
     assert second.tier is TierState.OPEN
     counted = second.offload.counters.snapshot()
-    assert counted.count("kvoffload_tier_blocks_total", "remote", "load", "done") == second.copied(
-        Direction.LOAD
-    )
-    assert counted.count("kvoffload_transfer_bytes_total", "remote", "load") > 0
-    assert counted.count("kvoffload_transfer_bytes_total", "disk", "load") == 0
-    assert counted.count("kvoffload_fetched_tokens_total", "remote") > 0
-    assert counted.count("kvoffload_fetched_tokens_total", "disk") == 0
+    loaded = counted.count("kvoffload_tier_blocks_total", "remote", "load", "done")
+    assert loaded == second.copied(Direction.LOAD)
+    for name, labels in (("transfer_bytes", ("load",)), ("fetched_tokens", ())):
+        assert counted.count(f"kvoffload_{name}_total", "remote", *labels) > 0
+        assert counted.count(f"kvoffload_{name}_total", "disk", *labels) == 0
     assert counted.distributions["kvoffload_first_token_seconds"][("remote",)].samples == 1
     assert counted.count("kvoffload_load_blocks_total", "loaded") > 0
 
 
-def test_r18_blocks_of_other_weights_or_ranks_are_not_found(start: StartEngine, url: str) -> None:
-    start(url, weights_id="one").opened().share()
-    for other in (start(url, weights_id="other"), start(url, ranks=2, weights_id="one")):
+def test_r18_only_engines_with_the_same_weights_ranks_and_tier_key_share_blocks(
+    start: StartEngine, url: str, tmp_path: Path
+) -> None:
+    for letter in "ab":
+        (tmp_path / letter).touch(mode=0o600)
+        (tmp_path / letter).write_text(letter * 32)
+    key, other_key = ({"tier_key_file": str(tmp_path / letter)} for letter in "ab")
+    start(url, weights_id="one", **key).opened().share()
+    start(url, weights_id="one", **key).opened().find()
+    for other in (
+        start(url, weights_id="other", **key),
+        start(url, ranks=2, weights_id="one", **key),
+        start(url, weights_id="one", **other_key),
+        start(url, weights_id="one"),
+    ):
         other.opened().run()
         assert other.copied(Direction.LOAD) == 0
 
 
-def test_r18_only_engines_with_the_same_tier_key_share_blocks(
-    start: StartEngine, url: str, tmp_path: Path
-) -> None:
-    settings = [
-        {"tier_key_file": str(key_file(tmp_path / name, name)), "weights_id": "keyed"} for name in "ab"
-    ]
-    start(url, **settings[0]).opened().share()
-    second = start(url, **settings[0]).opened()
-    second.run()
-    assert second.copied(Direction.LOAD) > 0
-    for other in (settings[1], {"weights_id": "keyed"}):
-        engine = start(url, **other).opened()
-        engine.run()
-        assert engine.copied(Direction.LOAD) == 0
-
-
-def key_file(path: Path, letter: str) -> Path:
-    path.touch(mode=0o600)
-    path.write_text(letter * 32)
-    return path
-
-
 def keeping(lines: Sequence[dict[str, Any]]) -> int:
-    return sum(line["event"] == "remote_generation_kept" for line in lines)
+    return [line["event"] for line in lines].count("remote_generation_kept")
 
 
 def test_r18_after_a_reset_only_the_engine_that_was_reset_loses_earlier_blocks(
