@@ -32,10 +32,9 @@ def audit(core: OffloadCore) -> list[str]:
     problems = [*core.audit(), *_without_pool(state, stores), *_slots(state), *pool_problems(state.pool)]
     if state.disk is not None:
         has = {slot for slot, has_block in enumerate(state.disk.has_block) if has_block}
-        if has != set(state.disk.pool.index.values()):
-            problems.append(
-                f"{len(has)} slots of the disk have checksums, {len(state.disk.pool.index)} can be found"
-            )
+        found = set(state.disk.pool.index.values())
+        if has != found:
+            problems.append(f"{len(has)} slots of the disk have checksums, {len(found)} can be found")
     for tier in state.tiers:
         if tier.is_open:
             problems += pool_problems(tier.pool)
@@ -50,11 +49,8 @@ def audit_side(side: SchedulerSide) -> list[str]:
 def _copies(side: SchedulerSide) -> Iterator[str]:
     """Yield the differences between the runtime's table of open copies and the core's records."""
     copies = side.copies
-    running = Counter(
-        (copy.given.direction, copy.is_overdue)
-        for copy in copies.by_job.values()
-        if copy.given is not None and copy.running
-    )
+    opened = [(copy.given, copy.is_overdue) for copy in copies.by_job.values() if copy.running]
+    running = Counter((job.direction, is_overdue) for job, is_overdue in opened if job is not None)
     for direction, is_overdue in product(Direction, (False, True)):
         counted, found = copies.count(direction, is_overdue=is_overdue), running[direction, is_overdue]
         if counted != found:
@@ -97,11 +93,8 @@ def _records(state: CoreState) -> Iterable[RequestRecord]:
 def _counts(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
     """Yield each count's description, its value, and the value recomputed from the records."""
     pool, jobs, opened = state.pool, state.jobs, state.jobs.open.values()
-    yield "slots in all states", sum(map(pool.count, SlotState)), pool.capacity
-    yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
-    filled = [
-        slot for job in opened if isinstance(job, Store | Fetch) and not job.settled for slot in job.slots
-    ]
+    writing = [job for job in opened if isinstance(job, Store | Fetch) and not job.settled]
+    filled = [slot for job in writing for slot in job.slots]
     filling = {slot for slot in filled if pool.state(slot) is SlotState.FILLING}
     yield "filling slots", pool.count(SlotState.FILLING), len(filling)
     yield "filling slots of open jobs", len(filled), len(filling)
@@ -143,18 +136,14 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
         if isinstance(job, Spill) or (isinstance(job, Load) and not job.settled):
             pins.update(job.slots)
     yield "pins of slots", state.pool.pins, pins
-    yield (
-        "holds of slots",
-        state.pool.holds,
-        Counter(slot for each in _records(state) for slot in each.held),
-    )
+    held = Counter(slot for each in _records(state) for slot in each.held)
+    yield "holds of slots", state.pool.holds, held
     leased = Counter(block for job in opened if isinstance(job, DeviceJob) for block in job.targets)
     yield "leases of blocks", state.leases.counts, leased
     planned = [job for job in opened if job.state is JobState.PLANNED]
     yield "jobs of the next plan", dict(enumerate(state.jobs.planned)), dict(enumerate(planned))
-    keys = {
-        offer.key: job for job in opened if isinstance(job, Store) and not job.settled for offer in job.offers
-    }
+    stores_open = [job for job in opened if isinstance(job, Store) and not job.settled]
+    keys = {offer.key: job for job in stores_open for offer in job.offers}
     yield "keys in flight", in_flight.keys, keys | _keys(opened, Fetch)
     duplicates = dict.fromkeys(in_flight.duplicates, True)
     yield "keys that offers wait for", duplicates, {key: key in in_flight.keys for key in duplicates}
@@ -168,11 +157,8 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
         name, jobs = tier.tier.value, [job for job in opened if job.tier is tier.tier]
         yield f"keys being written to the {name}", tier.in_flight.keys, _keys(jobs, Spill)
         fetches = [job for job in jobs if isinstance(job, Fetch) and not job.settled]
-        yield (
-            f"pins of the {name}",
-            tier.pool.pins,
-            Counter(slot for job in fetches for slot in job.tier_slots),
-        )
+        read = Counter(slot for job in fetches for slot in job.tier_slots)
+        yield f"pins of the {name}", tier.pool.pins, read
 
 
 def _keys(jobs: Iterable[Job], kind: type[Fetch | Spill]) -> dict[Any, Job]:

@@ -16,10 +16,12 @@ from kvoffload.core.tiers import DiskTier
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.groups import GroupSpec
-from kvoffload.model.ids import BlockKey, JobId, Rank, SlotId
+from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import Direction, DiskJob, Invalidate, JobReport, Put, Tier
 from tests.core.lower_world import LowerWorld
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, keys_of
+
+Places = tuple[int, ...]
 
 
 class DiskWorld(LowerWorld):
@@ -29,11 +31,10 @@ class DiskWorld(LowerWorld):
     blocks computed before a reset can be recognized.
 
     Args:
-        groups: see `World`.
+        groups, settings: as in `LowerWorld`.
         disk: the number of slots on the disk.
         before: the world of the previous engine.
         opens: whether the disk's index is read at once.
-        settings: see `LowerWorld`.
     """
 
     TIER = Tier.DISK
@@ -102,28 +103,8 @@ class DiskWorld(LowerWorld):
 
     # -- ranks --------------------------------------------------------------------------------------------------
 
-    def report(
-        self,
-        rank: int,
-        job: JobId,
-        outcome: CopyOutcome = DONE,
-        corrupt: tuple[int, ...] = (),
-        *,
-        stuck: tuple[int, ...] = (),
-        **others: Any,  # noqa: ANN401  # of other tiers' jobs
-    ) -> None:
-        copy = self.copies[job]
-        if copy.job.tier is not Tier.DISK:
-            super().report(rank, job, outcome, corrupt, **others)
-            return
-        copy.running.remove(Rank(rank))
-        if not copy.running:
-            del self.copies[job]
-        move = self._spill if copy.job.direction is Direction.STORE else self._fetch
-        self._tell_report(rank, move(rank, copy.job, outcome, corrupt, stuck))
-
-    def _spill(
-        self, rank: int, job: DiskJob, outcome: CopyOutcome, corrupt: tuple[int, ...], stuck: tuple[int, ...]
+    def _disk_store(
+        self, rank: int, job: DiskJob, outcome: CopyOutcome, corrupt: Places, stuck: Places = ()
     ) -> JobReport:
         sums = []
         bad = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten or at in corrupt]
@@ -139,8 +120,8 @@ class DiskWorld(LowerWorld):
         done = tuple(sums) if outcome is DONE else ()
         return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, sums=done, stuck=stuck)
 
-    def _fetch(
-        self, rank: int, job: DiskJob, outcome: CopyOutcome, corrupt: tuple[int, ...], stuck: tuple[int, ...]
+    def _disk_load(
+        self, rank: int, job: DiskJob, outcome: CopyOutcome, corrupt: Places, stuck: Places = ()
     ) -> JobReport:
         wrong = list(corrupt)
         for at, (slot, place) in enumerate(zip(job.slots, job.targets, strict=True)):
@@ -172,13 +153,10 @@ class DiskWorld(LowerWorld):
         pool = self.disk.pool
         if not self.disk.is_open:
             return
-        assert {put.key: slot for slot, put in self.index.items()} == dict(pool.index), (
-            "index and pool differ"
-        )
+        written = {put.key: slot for slot, put in self.index.items()}
+        assert written == dict(pool.index), "index and pool differ"
         for key, place in pool.index.items():
-            assert self.place_age[place] == self.resets, (
-                f"place {place} can hit, but is from before the reset"
-            )
+            assert self.place_age[place] == self.resets, f"place {place} can hit, but is older than the reset"
             for rank, held in enumerate(self.places):
                 is_right = held.get(place) == key or (rank, place) in self.disk_rotten
                 assert is_right, f"place {place} can hit, but holds {held.get(place)!r}"

@@ -14,7 +14,7 @@ from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.slots import LruOrder
 from kvoffload.model.message import Message
 
-_Draw = Callable[[Any, "_Met"], object]
+_Describe = Callable[[Any, "_Describer"], object]
 
 
 def fingerprint(value: object, *, constant: Collection[type] = ()) -> object:
@@ -28,10 +28,10 @@ def fingerprint(value: object, *, constant: Collection[type] = ()) -> object:
         value: the value to describe.
         constant: types whose objects are left out, because they are the same in all compared states.
     """
-    return _Met(constant).draw(value)
+    return _Describer(constant).describe(value)
 
 
-class _Met:
+class _Describer:
     """Numbers objects in the order in which they are found."""
 
     __slots__ = ("_constant", "_numbers")
@@ -40,39 +40,39 @@ class _Met:
         self._constant = constant
         self._numbers: dict[int, int] = {}
 
-    def draw(self, value: object) -> object:
+    def describe(self, value: object) -> object:
         kind = type(value)
         if kind in _ATOMS:
             return value
         if kind in self._constant:
             return kind.__name__
-        drawing = _DRAWINGS.get(kind)
-        if drawing is None:
-            drawing = _DRAWINGS[kind] = _drawing(kind)
-        is_value, draw = drawing
+        description = _DESCRIPTIONS.get(kind)
+        if description is None:
+            description = _DESCRIPTIONS[kind] = _description_of(kind)
+        is_value, describe = description
         if not is_value:
             number = self._numbers.get(id(value))
             if number is not None:
                 return ("met", number)
             self._numbers[id(value)] = len(self._numbers)
-        return draw(value, self)
+        return describe(value, self)
 
 
-def _members(values: Iterable[Any], met: _Met) -> object:
-    return tuple([met.draw(item) for item in values])
+def _members(values: Iterable[Any], describer: _Describer) -> object:
+    return tuple([describer.describe(item) for item in values])
 
 
-def _sorted_members(values: Iterable[Any], met: _Met) -> object:
+def _sorted_members(values: Iterable[Any], describer: _Describer) -> object:
     # The values are sorted first, so that the numbering does not depend on the insertion order.
-    return _members(_in_order(values), met)
+    return _members(_in_order(values), describer)
 
 
-def _ordered_items(value: dict[Any, Any], met: _Met) -> object:
-    return tuple([(met.draw(key), met.draw(item)) for key, item in value.items()])
+def _ordered_items(value: dict[Any, Any], describer: _Describer) -> object:
+    return tuple([(describer.describe(key), describer.describe(item)) for key, item in value.items()])
 
 
-def _items(value: Mapping[Any, Any], met: _Met) -> object:
-    return tuple([(met.draw(key), met.draw(value[key])) for key in _in_order(value)])
+def _items(value: Mapping[Any, Any], describer: _Describer) -> object:
+    return tuple([(describer.describe(key), describer.describe(value[key])) for key in _in_order(value)])
 
 
 def _in_order(values: Iterable[Any]) -> list[Any]:
@@ -82,13 +82,13 @@ def _in_order(values: Iterable[Any]) -> list[Any]:
         return sorted(values, key=repr)
 
 
-def _drawing(kind: type) -> tuple[bool, _Draw]:
+def _description_of(kind: type) -> tuple[bool, _Describe]:
     """Return whether objects of this type are values without an identity, and a function that describes them."""
     if issubclass(kind, Enum):
-        return True, lambda value, met: value.name
-    for kinds, is_value, draw in _CONTAINERS:
+        return True, lambda value, describer: value.name
+    for kinds, is_value, describe in _CONTAINERS:
         if issubclass(kind, kinds):
-            return is_value, draw
+            return is_value, describe
     if issubclass(kind, Message):
         message: type[Message] = kind
         return True, _record(kind.__name__, message.__struct_fields__)
@@ -101,26 +101,26 @@ def _slots(kind: type) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name not in ("__dict__", "__weakref__")))
 
 
-def _record(title: str, slots: tuple[str, ...]) -> _Draw:
-    def draw(value: object, met: _Met) -> object:
-        parts = [(name, met.draw(getattr(value, name))) for name in slots if hasattr(value, name)]
+def _record(title: str, slots: tuple[str, ...]) -> _Describe:
+    def describe(value: object, describer: _Describer) -> object:
+        parts = [(name, describer.describe(getattr(value, name))) for name in slots if hasattr(value, name)]
         own = getattr(value, "__dict__", None)
         if own:
-            parts += [(name, met.draw(own[name])) for name in sorted(own)]
+            parts += [(name, describer.describe(own[name])) for name in sorted(own)]
         return (title, *parts)
 
-    return draw
+    return describe
 
 
 _ATOMS = frozenset((str, bytes, int, float, bool, type(None)))
-_CONTAINERS: tuple[tuple[tuple[type, ...], bool, _Draw], ...] = (
-    ((bytearray, array), False, lambda value, met: bytes(value)),
+_CONTAINERS: tuple[tuple[tuple[type, ...], bool, _Describe], ...] = (
+    ((bytearray, array), False, lambda value, describer: bytes(value)),
     ((OrderedDict,), False, _ordered_items),
     ((Counter, dict, KeyIndex), False, _items),
     ((frozenset,), True, _sorted_members),
     ((set,), False, _sorted_members),
     ((tuple,), True, _members),
     ((list, deque, LruOrder), False, _members),
-    ((FunctionType, BuiltinFunctionType, MethodType), True, lambda value, met: value.__qualname__),
+    ((FunctionType, BuiltinFunctionType, MethodType), True, lambda value, describer: value.__qualname__),
 )
-_DRAWINGS: dict[type, tuple[bool, _Draw]] = {}
+_DESCRIPTIONS: dict[type, tuple[bool, _Describe]] = {}

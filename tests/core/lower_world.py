@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from kvoffload.core.tiers import LowerTier
-from kvoffload.model.causes import TierOutcome
+from kvoffload.model.causes import CopyOutcome, TierOutcome
 from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId
 from kvoffload.model.wire import Direction, Tier
-from tests.core.world import Req, World, keys_of
+from tests.core.world import DONE, Req, World, keys_of
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 # Four blocks; a lookup returns at most three, because the engine must compute the last token.
@@ -20,13 +20,7 @@ OTHER = "ABCDEFGHIJKLMNOP"
 
 
 class LowerWorld(World):
-    """A world with a lower tier.
-
-    Args:
-        groups: see `World`.
-        min_hits: `disk_min_hits` or `remote_min_hits`.
-        settings: see `World`.
-    """
+    """A world with a lower tier. `min_hits` is the tier's `disk_min_hits` or `remote_min_hits`."""
 
     TIER: ClassVar[Tier]
 
@@ -106,7 +100,7 @@ class LowerWorld(World):
     def empty_host(self) -> None:
         """Replace the host's contents with other texts, and reset the device's cache."""
         self.device.forget_keys()
-        for number in range(self.core.state.pool.capacity):
+        for number in range(self.pool.capacity):
             self.serve(f"filler{number}", f"{number:04}{number:04}"[: self.groups[0].block_tokens + 1])
         self.device.forget_keys()
 
@@ -135,6 +129,26 @@ class LowerWorld(World):
         for rank in ranks or self.ranks:
             (failing.discard if works else failing.add)(rank)
             self._tell_report(rank)
+
+    def report(
+        self,
+        rank: int,
+        job: JobId,
+        outcome: CopyOutcome = DONE,
+        corrupt: tuple[int, ...] = (),
+        **details: Any,  # noqa: ANN401  # of the tier's copies
+    ) -> None:
+        """Report as in `World`, with `details` of a copy with a lower tier.
+
+        With `stuck`, calls to the disk hang that may still change these places of the job. With `takes`, a
+        full store accepts only this many values.
+        """
+        if self.copies[job].job.tier is Tier.HOST:
+            super().report(rank, job, outcome, corrupt)
+            return
+        copied = self._end_copy(rank, job)
+        move = getattr(self, f"_{copied.tier.value}_{copied.direction.value}")
+        self._tell_report(rank, move(rank, copied, outcome, corrupt, **details))
 
     def _reachable(self, rank: int) -> dict[str, Any]:
         return {f"{tier.value}_works": rank not in ranks for tier, ranks in self.failing.items()}

@@ -12,8 +12,8 @@ from kvoffload.core.tiers import RemoteTier
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.groups import GroupSpec
-from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId
-from kvoffload.model.wire import Direction, JobReport, RemoteJob, Tier
+from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.model.wire import JobReport, RemoteJob, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.lower_world import LowerWorld
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, keys_of
@@ -41,12 +41,11 @@ class RemoteWorld(LowerWorld):
     """A world with a remote tier, which can be shared with other worlds.
 
     Args:
-        groups: see `World`.
+        groups, settings: as in `LowerWorld`.
         store: the shared remote tier.
         hints: the maximum number of hints.
         is_reached: whether the remote tier answers from the start.
         namespace: the namespace in which engines share blocks.
-        settings: see `LowerWorld`.
     """
 
     TIER = Tier.REMOTE
@@ -63,7 +62,6 @@ class RemoteWorld(LowerWorld):
         self.hints = hints
         self.store: Store = {} if store is None else store
         self.namespace = namespace
-        """The namespace that the core uses; None until the remote tier has reported a namespace."""
         self.asked: list[Ask] = []
         super().__init__(*groups, **settings)
         if is_reached:
@@ -112,49 +110,31 @@ class RemoteWorld(LowerWorld):
             has, lacks = [], []
         self.tell(facts.RemoteAnswered(ask.request, ask.namespace, tuple(has), tuple(lacks)))
 
-    def report(
+    def _remote_store(
         self,
         rank: int,
-        job: JobId,
-        outcome: CopyOutcome = DONE,
-        corrupt: tuple[int, ...] = (),
-        *,
+        job: RemoteJob,
+        outcome: CopyOutcome,
+        corrupt: tuple[int, ...],
         takes: int | None = None,
-        **others: Any,  # noqa: ANN401  # of other tiers' jobs
-    ) -> None:
-        """Report as in `World`. A full store accepts only the first `takes` values of a put."""
-        copy = self.copies[job]
-        if copy.job.tier is not Tier.REMOTE:
-            super().report(rank, job, outcome, corrupt, **others)
-            return
-        copy.running.remove(Rank(rank))
-        if not copy.running:
-            del self.copies[job]
-        if copy.job.direction is Direction.STORE:
-            part = self._put(
-                rank, copy.job, outcome, corrupt, len(copy.job.targets) if takes is None else takes
-            )
-        else:
-            part = self._get(rank, copy.job, outcome, corrupt)
-        self._tell_report(rank, part)
-
-    def _put(
-        self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...], takes: int
     ) -> JobReport:
         """Write values to the remote tier. A call that fails may still have written its values."""
         wrong = [at for at, slot in enumerate(job.slots) if (rank, slot) in self.rotten or at in corrupt]
         right = [at for at in range(len(job.slots)) if at not in wrong]
-        for at in right[:takes]:
+        taken = right[:takes]
+        for at in taken:
             slot = job.slots[at]
             value = Value(self.host[rank][slot], self.host_age[slot])
             self.store.setdefault((job.extra, job.targets[at], rank), value)
-        missing = right[takes:]
+        missing = right[len(taken) :]
         if outcome is FAILED:
             wrong, missing = [], list(range(len(job.slots)))
         outcome = CORRUPT if wrong else FAILED if len(missing) == len(right) else DONE
         return JobReport(job.id, job.direction, outcome, 0, 0.0, 0.0, tuple(wrong), missing=tuple(missing))
 
-    def _get(self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...]) -> JobReport:
+    def _remote_load(
+        self, rank: int, job: RemoteJob, outcome: CopyOutcome, corrupt: tuple[int, ...]
+    ) -> JobReport:
         """Read values from the remote tier; copy the valid values into their slots."""
         wrong, missing = list[int](), list[int]()
         for at, (slot, key) in enumerate(zip(job.slots, job.targets, strict=True)):
@@ -175,10 +155,6 @@ class RemoteWorld(LowerWorld):
         namespace = self.remote.namespace
         keys = keys_of(text, self.groups[0])
         return "".join("x" if (namespace, key, rank) in self.store else "." for key in keys)
-
-    def overwrite(self, text: str, rank: int = 0) -> None:
-        """Overwrite the value of the text's last block, as another writer could."""
-        self.store[self.remote.namespace, keys_of(text, self.groups[0])[-1], rank] = Value(GARBAGE, 0)
 
     def share(self, text: str) -> None:
         """Serve a text twice, so that its blocks are written to the remote tier."""

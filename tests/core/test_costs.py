@@ -8,10 +8,8 @@ import pytest
 
 from kvoffload.model import facts
 from kvoffload.model.ids import RequestId
-from tests.core.world import Req, World, full, handle, window
+from tests.core.world import TEXT, Req, World, full, handle, window
 from tests.operations import calls, lines
-
-TEXT = "abcdefghijklm"
 
 
 class Quiet(World):

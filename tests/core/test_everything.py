@@ -138,11 +138,11 @@ class Everything(RuleBasedStateMachine):
             self.arriving.pop(job, None)
             self.world.overdue(job)
 
-    @precondition(lambda self: self.world.core.state.pool.index)
+    @precondition(lambda self: self.world.pool.index)
     @rule(data=st.data(), really=RARELY)
     def rot(self, data: st.DataObject, really: bool) -> None:
         if really:
-            slots = sorted(self.world.core.state.pool.index.values())
+            slots = sorted(self.world.pool.index.values())
             self.world.rot(data.draw(st.sampled_from(self.world.ranks)), data.draw(st.sampled_from(slots)))
 
     @rule(more=st.integers(1, 4), really=RARELY)
@@ -157,7 +157,7 @@ class Everything(RuleBasedStateMachine):
         if really:
             self.may_have.clear()
             self.world.reset()
-            assert not self.world.core.state.pool.index
+            assert not self.world.pool.index
 
     @rule(really=st.sampled_from([False] * 9 + [True]))
     def degrade(self, really: bool) -> None:
@@ -165,7 +165,7 @@ class Everything(RuleBasedStateMachine):
             self.arriving.clear()
             self.world.degrade()
 
-    # -- much of this at once, to get far -----------------------------------------------------------------------
+    # -- many of these at once, to reach deep states ------------------------------------------------------------
 
     @rule(text=st.sampled_from(TEXTS), steps=st.integers(0, 5))
     def serve(self, text: str, steps: int) -> None:
@@ -188,7 +188,7 @@ class Everything(RuleBasedStateMachine):
 
     @invariant()
     def the_host_has_only_what_was_stored(self) -> None:
-        assert set(self.world.core.state.pool.index) <= self.may_have
+        assert set(self.world.pool.index) <= self.may_have
 
     @invariant()
     def numbers_add_up(self) -> None:
@@ -246,7 +246,7 @@ class Everything(RuleBasedStateMachine):
 
     def _note(self, plan: TransferPlan) -> None:
         for job in plan.stores:
-            keys = [self.world.core.state.pool.key(slot) for slot in job.slots]
+            keys = [self.world.pool.key(slot) for slot in job.slots]
             self.arriving[job.id] = (set(), [key for key in keys if key is not None], self.world.resets)
 
     def _arrive(self, job: JobId, rank: int) -> None:
@@ -281,7 +281,7 @@ class Everything(RuleBasedStateMachine):
         return answer
 
     def _naive(self, request: Req, device: int) -> int:
-        world, index = self.world, self.world.core.state.pool.index
+        world, index = self.world, self.world.pool.index
         step = world.shape.alignment
         for length in range((len(request.text) - 1) // step * step, device, -step):
             if all(_has(index, request.text, group, device, length) for group in world.groups):

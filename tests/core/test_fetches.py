@@ -34,8 +34,7 @@ def test_a_fetch_begins_when_its_request_arrives() -> None:
 
 def test_only_the_fetched_part_of_a_hit_counts_as_fetched() -> None:
     world = DiskWorld.holding(TEXT, host=32)
-    world.serve("shorter", TEXT[:5])
-    world.device.forget_keys()
+    world.only_on_host(TEXT[:5])
     assert world.admit(world.fetched("late")) == 12
     answer = world.reported(LookupAnswered)[-1]
     assert (answer.hit_tokens, answer.fetched_tokens, answer.fetched_from) == (12, 8, Tier.DISK)
@@ -44,7 +43,7 @@ def test_only_the_fetched_part_of_a_hit_counts_as_fetched() -> None:
 def test_a_block_in_the_hosts_first_slot_is_not_taken_for_a_block_on_the_disk() -> None:
     world = DiskWorld(before=DiskWorld.holding(TEXT, host=32), host=32)
     world.fetched("shorter", TEXT[:5])
-    index = LayeredIndex(world.core.state.pool.index, [world.lower])
+    index = LayeredIndex(world.pool.index, [world.lower])
     slots = [cast("SlotId", index.get(key)) for key in keys_of(TEXT, world.groups[0])[:2]]
     assert slots == [0, -1]
     assert [key for key, _, _ in index.on_tiers(slots)] == [key_at(TEXT, 8)]
@@ -68,13 +67,10 @@ def test_an_arrival_fetches_blocks_that_follow_a_device_hit() -> None:
 
 
 @pytest.mark.parametrize(("least", "answer"), [(4, None), (5, 0)])
-def test_only_the_tokens_of_fetched_blocks_count_toward_the_break_even(
-    least: int, answer: int | None
-) -> None:
+def test_only_fetched_tokens_count_toward_the_break_even(least: int, answer: int | None) -> None:
     world = DiskWorld(before=DiskWorld.holding(TEXT, host=32), host=32)
-    world.serve("first", TEXT)
-    world.device.forget_keys()
-    world.rot(0, world.core.state.pool.index[key_at(TEXT, 4)])
+    world.only_on_host(TEXT)
+    world.rot(0, world.pool.index[key_at(TEXT, 4)])
     corrupt = world.add("corrupt", TEXT[:5])
     world.admit(corrupt)
     world.step_and_copy()
@@ -156,9 +152,7 @@ def test_a_fetch_continues_after_its_request_was_admitted() -> None:
 
 
 @pytest.mark.parametrize(("least", "reads_cache", "count"), [(12, True, 1), (13, True, 0), (0, False, 0)])
-def test_an_arrival_fetches_no_hit_that_its_request_may_not_load(
-    least: int, reads_cache: bool, count: int
-) -> None:
+def test_an_arrival_fetches_no_hit_it_may_not_load(least: int, reads_cache: bool, count: int) -> None:
     world = DiskWorld.holding(TEXT, host=32, least=least)
     request = world.add("late", TEXT, reads_cache=reads_cache)
     assert len(fetches(world)) == count

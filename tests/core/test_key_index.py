@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import copy
-import pickle
 import random
 from collections.abc import Sequence
 
@@ -9,7 +7,6 @@ import pytest
 
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.ids import BlockKey, SlotId
-from tests.core.fingerprint import fingerprint
 
 MOST = 2048  # a dict with this many keys is split
 
@@ -94,23 +91,6 @@ def test_keys_that_begin_alike_share_a_dict() -> None:
     assert max(sizes(index)) == len(index) == len(keys)
     assert [index[key] for key in keys] == list(range(len(keys)))
     assert index.parts[0x9F] is not index.parts[0x9E]
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))])
-@pytest.mark.parametrize("count", [10, 4 * MOST])
-def test_changing_a_copied_index_does_not_change_the_original(count: int, copied: object) -> None:
-    keys = random_keys(count)
-    index = index_of(keys)
-    index.watch()
-    index.remove(keys[:1])
-    duplicate: KeyIndex = copied(index)  # type: ignore[operator]
-    assert sizes(duplicate) == sizes(index)
-    assert fingerprint(duplicate) == fingerprint(index)
-    duplicate.add(keys[:1], [SlotId(7)])
-    assert duplicate._changes == [(keys[0], False), (keys[0], True)]
-    assert index._changes == [(keys[0], False)]
-    assert keys[0] not in index
-    assert fingerprint(duplicate) != fingerprint(index)
 
 
 def test_keys_of_many_dicts_are_taken_at_once() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from kvoffload.model import facts
-from kvoffload.model.causes import RejectionCause
-from kvoffload.model.events import FactRejected
 from tests.core.world import Req, World
 
 
@@ -43,13 +40,5 @@ def test_unreported_blocks_are_stored_at_the_end_of_their_request() -> None:
 def test_a_preemption_loses_unreported_blocks() -> None:
     world = World(report_every=100, step_tokens=1)
     request = world.computed("a", "abcde")
-    world.preempt(request)
-    world.idle_step()
+    world.preempt_and_step(request)
     assert world.stores() == {}
-
-
-def test_progress_of_a_request_without_a_table_is_only_counted_as_a_contract_violation() -> None:
-    world = World()
-    request = world.add("a", "abcde")
-    world.tell(facts.StepScheduled(0, (facts.Progress(request.name, 4),)))
-    assert [event.cause for event in world.reported(FactRejected)] == [RejectionCause.UNKNOWN_REQUEST]

@@ -5,45 +5,21 @@ import pytest
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.facts import TransferReported
 from kvoffload.model.wire import Direction, TransferReport
-from tests.core.world import World, full, window
-
-TEXT = "abcdefghijklm"  # three whole blocks, and one more token that must be computed
-
-
-def test_blocks_computed_before_memory_is_ready_are_stored_later() -> None:
-    world = World(host=0, is_growing=True)
-    world.computed("runs")
-    assert world.open_jobs() == []
-    assert world.stores() == {}
-    world.ready_up_to(64)
-    world.copy_all()
-    assert world.stores() == {StoreOutcome.STORED: 3}
-    assert world.offered() == 3
-    assert world.on_host(TEXT) == "xxx"
+from tests.core.world import TEXT, World, full, window
 
 
 def test_offers_of_a_request_that_ends_before_memory_is_ready_have_their_own_outcome() -> None:
     world = World(host=0, is_growing=True)
     world.end(world.computed("goes"))
     assert world.stores() == {StoreOutcome.NOT_READY: 3}
-    world.device.forget_keys()
-    world.admit(world.add("back", TEXT))
-    assert world.miss() is MissCause.DECLINED_NOT_READY
+    assert world.next_miss() is MissCause.DECLINED_NOT_READY
     assert not world.core.has_work
-
-
-def test_a_preempted_request_loses_its_waiting_offers() -> None:
-    world = World(host=0, is_growing=True)
-    world.preempt(world.computed("a"))
-    world.idle_step()
-    world.ready_up_to(64)
-    world.idle_step()
-    assert world.stores() == {StoreOutcome.LOST: 3}
 
 
 def test_as_memory_grows_waiting_offers_are_stored_heads_first() -> None:
     world = World(full(), window(64, group=1), ranks=2, host=0, is_growing=True)
     world.computed("runs")
+    assert (world.offered(), world.stores(), world.open_jobs()) == (6, {}, [])
     for slots, found in ((2, "x.."), (4, "xx.")):
         world.ready_up_to(slots, is_growing=True)
         world.copy_all()
@@ -64,10 +40,11 @@ def test_a_host_that_will_not_grow_is_full() -> None:
     assert world.stores() == {StoreOutcome.HOST_FULL: 5}
 
 
-def test_memory_grows_until_the_last_rank_has_it_ready() -> None:
+def test_r4_memory_grows_until_the_last_rank_has_it_ready() -> None:
     world = World(ranks=2, host=0, is_growing=True)
     world.computed("runs")
-    for rank, slots, is_growing, stored in ((0, 9, False, 0), (1, 2, True, 2), (1, 9, False, 3)):
+    reports = (0, 9, False, 0), (1, 2, True, 2), (1, 1, True, 2), (1, 9, False, 3)
+    for rank, slots, is_growing, stored in reports:
         world.tell(TransferReported(TransferReport(world.ranks[rank], (), slots, is_growing=is_growing)))
         world.ready = slots
         world.idle_step()
@@ -87,12 +64,3 @@ def test_lazy_offers_again_once_memory_is_ready(is_ready: bool) -> None:
         world.copy_all()
     assert world.stores()[StoreOutcome.NOT_READY] == refused
     assert (StoreOutcome.STORED in world.stores()) is is_ready
-
-
-def test_after_a_reset_no_offer_waits_for_memory() -> None:
-    world = World(host=0, is_growing=True)
-    world.computed("old")
-    world.reset()
-    world.ready_up_to(64)
-    world.idle_step()
-    assert world.stores() == {StoreOutcome.BEFORE_RESET: 3}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvoffload.core.planners import LazyPlanner
@@ -10,9 +12,8 @@ from kvoffload.model.events import BoundaryAsked, BoundaryMade, LookupAnswered
 from kvoffload.model.ids import GroupId, JobId, RequestId
 from kvoffload.model.wire import Direction
 from tests.core.disk_world import DiskWorld
-from tests.core.world import FAILED, Req, World, full, key_at, keys_of, recurrent, window
+from tests.core.world import FAILED, TEXT, Req, World, cached, full, key_at, keys_of, recurrent, window
 
-TEXT = "abcdefghijklm"
 OTHER = "nopqrstuvwxyz"
 PROMISES = Promises(hands_off_states=True)
 
@@ -136,8 +137,7 @@ def test_r7_a_waiting_state_of_a_preempted_request_is_lost() -> None:
     world = make(host=0, is_growing=True)
     request = world.admitted("a", TEXT)
     world.step(request, tokens=4)
-    world.preempt(request)
-    world.idle_step()
+    world.preempt_and_step(request)
     assert world.stores() == {StoreOutcome.LOST: 1}
     world.ready_up_to(4)
     world.idle_step()
@@ -150,12 +150,13 @@ def test_r2_a_state_of_no_running_request_is_not_stored(name: str) -> None:
     request = world.admitted("preempted", TEXT)
     compute(world, request, 4)
     state = facts.StateHandedOff(RequestId(name), GroupId(0), 0, key_at(TEXT, 4), request.tables[0][0])
-    world.preempt(request, tell=False)
+    world.preempt(request)
+    world.preempted.clear()  # the test reports the preemption itself
     world.tell(facts.StepScheduled(9, preempted=(request.name,), states=(state,)))
     assert world.stores()[StoreOutcome.REQUEST_GONE] == 1
 
 
-def test_r2_a_state_that_is_not_its_requests_is_not_stored() -> None:
+def test_r2_a_state_of_another_text_is_not_stored() -> None:
     world = make()
     request = world.admitted("a", TEXT)
     compute(world, request, 8)
@@ -179,10 +180,8 @@ def test_a_state_handed_off_twice_uses_one_slot() -> None:
 
 def test_states_of_all_lengths_are_evicted_with_their_blocks() -> None:
     world = with_states(4, 8, 12)
-    pool = world.core.state.pool
-    order = [pool.key(slot) for slot in pool.order]
     depth = {key: place for group in world.groups for place, key in enumerate(keys_of(TEXT, group))}
-    assert [depth[key] for key in order if key is not None] == [2, 2, 1, 1, 0, 0]
+    assert [depth[key] for key in world.eviction_order()] == [2, 2, 1, 1, 0, 0]
 
 
 # -- looking ahead ---------------------------------------------------------------------------------------
@@ -257,7 +256,8 @@ def test_a_missing_state_is_requested_from_the_engine_and_found_by_the_next_requ
 def test_no_boundary_is_requested_within_a_hit_or_when_boundaries_are_off(
     ends: tuple[int, ...], boundaries: bool, found: int, cause: MissCause
 ) -> None:
-    world = with_states(*ends, boundaries=boundaries)
+    world = with_states(*ends)
+    world.core.state.policy = replace(world.core.state.policy, prefix_boundaries=boundaries)
     assert world.admit(world.add("second", SHARED)) == found
     assert world.miss() is cause
     assert not world.reported(BoundaryAsked)
@@ -276,16 +276,14 @@ def test_a_boundary_is_at_the_end_of_the_prefix_on_device_and_host() -> None:
 
 def test_a_miss_tells_an_evicted_state_from_one_never_kept() -> None:
     world = with_states(4)
-    pool = world.core.state.pool
     world.reset()
-    assert not pool.index
+    assert not world.pool.index
     world.admit(world.add("a", TEXT))
     assert world.miss() is MissCause.AFTER_RESET
 
 
 def test_a_missing_window_block_does_not_count_as_a_missing_state() -> None:
-    world = World(full(), window(5, group=1))
-    world.only_on_host(TEXT)
+    world = cached(full(), window(5, group=1))
     for end in (8, 12):
         world.lose(key_at(TEXT, end, 1))
     world.admitted("a", TEXT)
@@ -315,7 +313,7 @@ def test_r15_a_load_marks_a_state_as_used_and_a_device_hit_does_not(is_loaded: b
     world.states_end = (12,)
     again = served(world, "again", TEXT)
     assert again.computed > 8
-    order = [world.core.state.pool.key(slot) for slot in world.core.state.pool.order]
+    order = world.eviction_order()
     state, state_between, head, head_between = (
         order.index(key_at(text, end, group)) for group, end in ((0, 8), (1, 4)) for text in (TEXT, OTHER)
     )

@@ -11,18 +11,10 @@ from kvoffload.model.causes import (
     RejectionCause,
     StoreOutcome,
 )
-from kvoffload.model.events import (
-    BlocksEvicted,
-    FactRejected,
-    JobAbandoned,
-    OffloadingDegraded,
-    ResetStarted,
-)
+from kvoffload.model.events import BlocksEvicted, FactRejected, JobAbandoned, OffloadingDegraded, ResetStarted
 from kvoffload.model.wire import Direction, TransferPlan
 from tests.core.fingerprint import fingerprint
-from tests.core.world import FAILED, Req, World, full, key_at, left_behind, window
-
-TEXT = "abcdefghijklm"
+from tests.core.world import FAILED, TEXT, Req, World, cached, full, key_at, left_behind, window
 
 
 def computed(world: World, name: str = "a", text: str = TEXT) -> Req:
@@ -41,14 +33,11 @@ def test_r10_no_block_from_the_host_is_found_after_a_reset() -> None:
     world.reset()
     assert world.on_host(TEXT) == "..."
     assert world.reported(ResetStarted) == [ResetStarted(1, 3, 0, 0)]
-    world.device.forget_keys()
-    assert world.admit(world.add("a", TEXT)) == 0
-    assert world.miss() is MissCause.AFTER_RESET
+    assert world.next_miss() is MissCause.AFTER_RESET
 
 
 def test_r10_nothing_is_found_after_a_reset_with_open_lookups_stores_and_loads() -> None:
-    world = World(ranks=2)
-    world.only_on_host(TEXT)
+    world = cached(ranks=2)
     loads = world.admitted("loads", TEXT)
     plan = world.step()
     assert plan.loads
@@ -61,7 +50,7 @@ def test_r10_nothing_is_found_after_a_reset_with_open_lookups_stores_and_loads()
     busy = [block for job in world.copies.values() for block in job.blocks]
     world.reset()
     assert world.reported(ResetStarted)[-1] == ResetStarted(1, 3, 5, 2)
-    assert not world.core.state.pool.index
+    assert not world.pool.index
     assert world.core.state.jobs.pending
     assert all(world.device.leased[block] for block in busy)
     assert world.count(SlotState.DRAINING) == 5
@@ -69,12 +58,12 @@ def test_r10_nothing_is_found_after_a_reset_with_open_lookups_stores_and_loads()
     assert world.results == [("loads", True)]
     assert not any(world.device.leased[block] for block in busy)
     assert world.count(SlotState.EMPTY) == world.ready
-    assert not world.core.state.pool.index
+    assert not world.pool.index
     for request in (loads, stores):
         world.run(request)
         world.end(request)
     world.end_and_drain(asks)
-    assert not world.core.state.pool.index
+    assert not world.pool.index
     assert not world.core.state.jobs.pending
 
 
@@ -143,16 +132,14 @@ def test_r10_blocks_that_follow_a_device_hit_from_before_the_reset_are_not_store
     heir = computed(world, "c", TEXT + "nopqrst")  # The prefix of `heir` contains blocks of `tainted`.
     assert heir.brought[0] == 16
     world.end_and_drain(heir)
-    assert not world.core.state.pool.index
+    assert not world.pool.index
     world.device.forget_keys()
     world.serve("d", TEXT)
     assert world.on_host(TEXT) == "xxx"
 
 
 @pytest.mark.parametrize(("has_second", "found"), [(True, "....."), (False, "xxxxx")])
-def test_r10_blocks_computed_after_a_reset_are_stored_by_a_request_that_finds_them_before_the_next(
-    has_second: bool, found: str
-) -> None:
+def test_r10_found_blocks_are_stored_unless_a_reset_came_between(has_second: bool, found: str) -> None:
     world = World(host=0)
     world.reset()
     world.end(computed(world))
@@ -221,31 +208,29 @@ def test_r11_after_the_last_request_and_the_last_copy_nothing_is_kept() -> None:
     for request in requests:
         world.end_and_drain(request)
     assert left_behind(world.core) == {}
-    capacity = world.core.state.pool.capacity
+    capacity = world.pool.capacity
     assert world.count(SlotState.EMPTY) + world.count(SlotState.READY) == capacity
     assert world.device.held.total() == world.device.leased.total() == 0
     assert world.offered() == sum(world.stores().values())
 
 
-@pytest.mark.parametrize("holds", [True, False])
-def test_r11_a_request_that_ends_without_its_blocks_settles_its_waiting_offers(holds: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "outcome"),
+    [
+        ("ends", StoreOutcome.HOST_FULL),
+        ("is preempted", StoreOutcome.LOST),
+        ("is preempted and ends", StoreOutcome.REQUEST_GONE),
+    ],
+)
+def test_r11_waiting_offers_of_a_request_are_settled(how: str, outcome: StoreOutcome) -> None:
     world = World(host=0)
     request = computed(world)
-    if not holds:
+    if how != "ends":
         world.preempt(request)
-    world.end(request)
-    assert world.stores() == {StoreOutcome.HOST_FULL if holds else StoreOutcome.REQUEST_GONE: 3}
-
-
-def test_r11_a_preempted_request_settles_its_waiting_offers() -> None:
-    world = World(host=0)
-    request = computed(world)
-    world.preempt(request)
+    if how != "is preempted":
+        world.end(request)
     world.idle_step()
-    assert world.stores() == {StoreOutcome.LOST: 3}
-    world.admit(request)
-    world.run(request)
-    world.end(request)
+    assert world.stores() == {outcome: 3}
 
 
 def test_r11_a_request_preempted_before_its_first_step_loses_the_blocks_that_only_the_device_had() -> None:
@@ -254,7 +239,7 @@ def test_r11_a_request_preempted_before_its_first_step_loses_the_blocks_that_onl
     world.lose(key_at(TEXT, 8))
     request = world.add("second", TEXT)
     world.admit(request)
-    world.preempt(request, tell=False)
+    world.preempt(request)
     world.lookup(request)
     assert world.stores() == {StoreOutcome.STORED: 3, StoreOutcome.LOST: 1}
 
@@ -276,15 +261,14 @@ def test_r11_a_store_of_an_earlier_table_does_not_affect_the_new_table() -> None
     world.preempt(request)
     world.copy_all()
     assert world.on_host(TEXT) == "xxx"
-    assert not world.core.state.pool.holds
+    assert not world.pool.holds
 
 
 # -- R12: a broken invariant -----------------------------------------------------------------------------------
 
 
 def test_r12_after_a_broken_invariant_no_job_starts_and_open_jobs_drain() -> None:
-    world = World(ranks=2)
-    world.only_on_host(TEXT)
+    world = cached(ranks=2)
     loads = world.admitted("loads", TEXT)
     world.step()
     stores = world.admitted("stores", "0123456789")
@@ -317,8 +301,7 @@ def test_r12_after_a_broken_invariant_no_job_starts_and_open_jobs_drain() -> Non
 
 
 def test_r12_jobs_that_no_worker_has_received_are_cancelled() -> None:
-    world = World()
-    world.only_on_host(TEXT)
+    world = cached()
     other = world.admitted("b", "01234")
     world.step(other)
     world.end(other)
@@ -335,12 +318,10 @@ def test_r16_a_store_that_never_ends_is_abandoned() -> None:
     world = World(ranks=2, device=32)
     request = computed(world)
     jobs = world.open_jobs()
-    for job in jobs:
-        world.report(0, job)
+    world.report_all(0)
     blocks = [block for job in jobs for block in world.copies[job].blocks]
-    for job in jobs:
-        world.overdue(job)
-        world.overdue(job)  # The second timeout of the same job must have no effect.
+    world.overdue(*jobs)
+    world.overdue(*jobs)  # The second timeout of the same jobs must have no effect.
     assert [event.blocks for event in world.reported(JobAbandoned)] == [2, 1]
     assert world.stores() == {StoreOutcome.ABANDONED: 3}
     assert world.count(SlotState.QUARANTINED) == 3
@@ -356,23 +337,19 @@ def test_r16_an_abandoned_stores_slots_are_never_allocated_again_even_if_it_ends
     request = computed(world)
     jobs = world.open_jobs()
     slots = {slot for job in jobs for slot in world.copies[job].job.slots}
-    for job in jobs:
-        world.overdue(job)
+    world.overdue(*jobs)
     world.end(request)
-    for job in jobs:
-        world.finish(job)
+    world.finish(*jobs)
     assert world.device.leased.total() == 0
     assert world.count(SlotState.QUARANTINED) == 3
     for number in range(3):
         world.serve(f"r{number}", str(number) * 5)
-        assert slots.isdisjoint(world.core.state.pool.index.values())
+        assert slots.isdisjoint(world.pool.index.values())
 
 
 def test_r16_a_load_that_never_ends_is_abandoned() -> None:
-    world = World()
-    world.only_on_host(TEXT)
-    request = world.admitted("a", TEXT)
-    world.step()
+    world = cached()
+    request = world.loading()
     (job,) = world.open_jobs()
     world.overdue(job)
     assert world.results == [("a", False)]
@@ -389,8 +366,7 @@ def test_r16_a_copy_that_never_ends_is_abandoned_after_a_reset() -> None:
     world = World()
     computed(world)
     world.reset()
-    for job in world.open_jobs():
-        world.overdue(job)
+    world.overdue(*world.open_jobs())
     assert world.stores() == {StoreOutcome.BEFORE_RESET: 3}
     assert world.count(SlotState.QUARANTINED) == 3
     world.finish(*world.open_jobs())
@@ -403,29 +379,27 @@ def test_r16_a_request_with_a_stuck_copy_holds_no_slot_once_it_has_ended() -> No
     stuck, fine = world.open_jobs()
     world.overdue(stuck)
     world.finish(fine)
-    assert world.core.state.pool.holds
+    assert world.pool.holds
     world.end(request)
-    assert not world.core.state.pool.holds
+    assert not world.pool.holds
 
 
 def test_r16_slots_of_an_ended_request_are_released_despite_a_stuck_copy() -> None:
-    world = World(host=8)
-    text = TEXT + "nopqrstuvwxy"
+    world, text = World(host=8), TEXT + "nopqrstuvwxy"
     request = computed(world, text=text)
     arrived, stuck, late = world.open_jobs()
     world.finish(arrived)
     world.end(request)
-    assert world.core.state.pool.holds
+    assert world.pool.holds
     world.overdue(stuck)
-    assert not world.core.state.pool.holds
+    assert not world.pool.holds
     world.finish(late)
     assert world.on_host(text) == "xx..xx"
-    assert not world.core.state.pool.holds
+    assert not world.pool.holds
 
 
 def test_r16_a_job_that_has_ended_or_was_not_submitted_is_not_abandoned() -> None:
-    world = World()
-    world.only_on_host(TEXT)
+    world = cached()
     world.admitted("a", TEXT)
     before = fingerprint(world.core)
     for job in (0, 1, 2, 99):

@@ -10,16 +10,7 @@ from kvoffload.model.events import FactRejected, HitDropped, LoadScheduled, Look
 from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 from kvoffload.model.wire import NOTHING, Direction, TransferReport
 from tests.core.fingerprint import fingerprint
-from tests.core.world import CORRUPT, DONE, FAILED, Req, World, full, handle, key_at, window
-
-TEXT = "abcdefghijklm"  # three whole blocks, and one more token that must be computed
-
-
-def cached(text: str = TEXT, **options: object) -> World:
-    """Return a world with a text on the host but not on the device."""
-    world = World(**options)  # type: ignore[arg-type]
-    world.only_on_host(text)
-    return world
+from tests.core.world import CORRUPT, DONE, FAILED, TEXT, World, cached, full, handle, key_at, window
 
 
 def violations(world: World) -> list[RejectionCause]:
@@ -53,7 +44,7 @@ def test_r1_a_repeated_lookup_drops_the_earlier_ones_pins() -> None:
     late = world.add("late", TEXT)
     for _ in range(3):
         assert world.lookup(late) == 12
-        assert sum(world.core.state.pool.pins.values()) == 3
+        assert sum(world.pool.pins.values()) == 3
     assert drops(world) == [(PinDropCause.LOOKED_UP_AGAIN, 3)] * 2
 
 
@@ -158,8 +149,8 @@ def test_r2_the_engine_accepts_fewer_tokens_than_were_found() -> None:
 
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_r2_fewer_tokens_than_found_need_other_blocks_of_a_window(is_gone: bool) -> None:
-    world, text = World(full(), window(5, group=1)), "abcdefghijklmnopq"
-    world.only_on_host(text)
+    text = "abcdefghijklmnopq"
+    world = cached(full(), window(5, group=1), text=text)
     if is_gone:
         world.lose(key_at(text, 8, group=1))
     request = world.add("a", text)
@@ -188,41 +179,51 @@ def test_r2_a_hit_leaves_a_token_to_compute(text: str, found: int, cause: MissCa
 
 
 def test_r2_a_drafts_lookahead_costs_the_last_matched_block() -> None:
-    world = World(full(has_lookahead=True))
-    world.only_on_host(TEXT)
+    world = cached(full(has_lookahead=True))
     assert world.admit(world.add("a", TEXT)) == 8
     assert world.miss() is MissCause.LOOKAHEAD
     assert world.admit(world.add("b", TEXT[:12]), may_wait=False) == 8
     assert world.miss() is MissCause.LAST_TOKEN
 
 
-@pytest.mark.parametrize(
-    "fact",
-    [
-        facts.BlocksAllocated(RequestId("nobody"), ((DeviceBlockId(1),),), 0, 0),
-        facts.RequestEnded(RequestId("nobody")),
-        facts.StepScheduled(0, (facts.Progress(RequestId("nobody"), 4, ((DeviceBlockId(1),),)),)),
-    ],
-)
-def test_r2_a_fact_of_an_unknown_request_is_survived(fact: facts.Fact) -> None:
+NOBODY, RUNS, WAITS = map(RequestId, ("nobody", "runs", "waits"))
+BLOCK = ((DeviceBlockId(1),),)
+UNKNOWN = RejectionCause.UNKNOWN_REQUEST
+WRONG: dict[str, tuple[facts.Fact, RejectionCause | None]] = {
+    "a table of an unknown request": (facts.BlocksAllocated(NOBODY, BLOCK, 0, 0), UNKNOWN),
+    "the end of an unknown request": (facts.RequestEnded(NOBODY), UNKNOWN),
+    "progress of an unknown request": (facts.StepScheduled(0, (facts.Progress(NOBODY, 4, BLOCK),)), UNKNOWN),
+    "progress of a waiting request": (facts.StepScheduled(0, (facts.Progress(WAITS, 4),)), UNKNOWN),
+    "fewer tokens than before": (facts.StepScheduled(0, (facts.Progress(RUNS, 4),)), None),
+    "the arrival of a known request": (facts.RequestSeen(RUNS, 1, ((),)), UNKNOWN),
+    "a report of an unknown rank": (
+        facts.TransferReported(TransferReport(Rank(7), (), 1_000)),
+        RejectionCause.UNKNOWN_JOB,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_r2_a_fact_that_breaks_the_contract_is_counted_and_changes_nothing(what: str) -> None:
+    fact, cause = WRONG[what]
     world = World()
+    running, waiting = world.computed("runs"), world.add("waits", "01234")
+    world.finish()
+    world.idle_step()
+    before = fingerprint(world.core)
     world.tell(fact)
-    assert violations(world) == [RejectionCause.UNKNOWN_REQUEST]
+    assert violations(world) == ([cause] if cause else [])
+    world.core.state.steps -= isinstance(fact, facts.StepScheduled)  # the only change
+    assert fingerprint(world.core) == before
+    world.run(running)
+    assert world.admit(waiting) == 0
 
 
 def test_r2_an_unknown_request_finds_nothing_and_does_not_wait_for_tokens() -> None:
-    world, nobody = World(), RequestId("nobody")
-    assert world.core.lookup(nobody, 0, may_wait=True) == 0
-    handle(world.core, facts.BlocksAllocated(nobody, ((DeviceBlockId(1),),), 0, 4))
-    assert world.core.take_results().failed == [nobody]
-
-
-def test_r2_seeing_a_request_twice_changes_nothing() -> None:
     world = World()
-    request = world.admitted("a", TEXT)
-    world.tell(facts.RequestSeen(request.name, 1, ((),)))
-    assert violations(world) == [RejectionCause.UNKNOWN_REQUEST]
-    world.run(request)
+    assert world.core.lookup(NOBODY, 0, may_wait=True) == 0
+    handle(world.core, facts.BlocksAllocated(NOBODY, BLOCK, 0, 4))
+    assert world.core.take_results().failed == [NOBODY]
 
 
 def test_r2_allocating_a_running_request_again_changes_nothing() -> None:
@@ -247,26 +248,6 @@ def test_r2_a_loading_request_that_is_allocated_or_looked_up_again_continues_loa
     assert world.results == [("a", True)]
 
 
-def test_r2_a_step_that_reports_fewer_tokens_changes_nothing() -> None:
-    world = World()
-    request = world.computed("a", TEXT)
-    world.finish()
-    world.idle_step()
-    before = fingerprint(world.core)
-    world.tell(facts.StepScheduled(world.steps, (facts.Progress(request.name, 4),)))
-    world.core.state.steps -= 1  # apart from the step count, the core must be unchanged
-    assert fingerprint(world.core) == before
-
-
-def test_r2_a_report_of_an_unknown_rank_or_job_is_survived() -> None:
-    world = World()
-    before = fingerprint(world.core)
-    report = TransferReport(Rank(7), (), 1_000)
-    world.tell(facts.TransferReported(report))
-    assert violations(world) == [RejectionCause.UNKNOWN_JOB]
-    assert fingerprint(world.core) == before
-
-
 # -- lookups ----------------------------------------------------------------------------------------------------
 
 
@@ -277,7 +258,7 @@ def test_each_admission_counts_one_lookup_with_its_last_answer() -> None:
         world.lookup(request)
     world.allocate(request, 12)
     assert world.reported(LookupAnswered)[1:] == [
-        LookupAnswered(request.name, 0, 3, 2, 12, 5, MissCause.NEVER_SEEN),
+        LookupAnswered(request.name, 0, 3, 2, 12, 5, MissCause.NEVER_SEEN)
     ]
 
 
@@ -308,9 +289,7 @@ def test_a_request_that_opted_out_reads_nothing() -> None:
 def test_a_miss_names_an_open_store_as_its_cause() -> None:
     world = World()
     world.computed("a", TEXT)
-    world.device.forget_keys()
-    world.admit(world.add("b", TEXT))
-    assert world.miss() is MissCause.STORING
+    assert world.next_miss() is MissCause.STORING
 
 
 def test_a_preempted_request_also_looks_up_its_generated_tokens() -> None:
@@ -327,18 +306,10 @@ def test_a_preempted_request_also_looks_up_its_generated_tokens() -> None:
 # -- R9: loads that fail ----------------------------------------------------------------------------------------
 
 
-def loading(world: World, name: str = "a", text: str = TEXT) -> Req:
-    request = world.add(name, text)
-    world.admit(request, may_wait=False)
-    world.step()
-    assert request.state == "loading"
-    return request
-
-
 @pytest.mark.parametrize("outcome", [FAILED, CORRUPT])
 def test_r9_a_failed_load_is_recomputed_and_never_tried_again(outcome: object) -> None:
     world = cached()
-    request = loading(world)
+    request = world.loading()
     world.finish(outcome=outcome)  # type: ignore[arg-type]
     assert world.results == [("a", False)]
     assert world.on_host(TEXT) == "..."
@@ -347,22 +318,19 @@ def test_r9_a_failed_load_is_recomputed_and_never_tried_again(outcome: object) -
     world.admit(world.add("another", TEXT))
     assert world.miss() is (MissCause.CORRUPT if is_corrupt else MissCause.LOAD_FAILED)
     assert world.count(SlotState.EMPTY) == world.ready - 3 * is_corrupt
-    world.serve("again", TEXT)
-    world.device.forget_keys()
+    world.only_on_host(TEXT)
     assert world.admit(request) == 0
     assert world.miss() is MissCause.LOAD_FAILED
     world.run(request)
 
 
 @pytest.mark.parametrize(("rotten", "left"), [([1], "x.x"), ([0, 1, 2], "...")])
-def test_r9_corrupt_blocks_are_quarantined_and_the_loads_other_blocks_are_kept(
-    rotten: list[int], left: str
-) -> None:
+def test_r9_only_a_loads_corrupt_blocks_are_quarantined(rotten: list[int], left: str) -> None:
     world = cached()
-    slots = sorted(world.core.state.pool.index.values())
+    slots = sorted(world.pool.index.values())
     for position in rotten:
         world.rot(0, slots[position])
-    loading(world)
+    world.loading()
     world.finish()
     assert world.results == [("a", False)]
     others = {LoadOutcome.FAILED: 3 - len(rotten)} if len(rotten) < 3 else {}
@@ -385,13 +353,11 @@ def test_r9_a_request_that_ends_cancels_only_its_own_load() -> None:
 
 
 @pytest.mark.parametrize("order", [(CORRUPT, FAILED), (FAILED, CORRUPT)])
-def test_r9_a_failed_rank_invalidates_all_blocks_even_if_another_rank_names_one_corrupt_block(
-    order: tuple,
-) -> None:
+def test_r9_a_failed_rank_invalidates_all_blocks_of_a_load(order: tuple) -> None:
     # Regression: only the first failing rank's report counted. If that rank reported one corrupt block, the
     # slots that another rank failed to copy stayed in the index.
     world = cached(ranks=2)
-    loading(world)
+    world.loading()
     (job,) = world.open_jobs(Direction.LOAD)
     for rank, outcome in enumerate(order):
         world.report(rank, job, outcome, (1,) if outcome is CORRUPT else ())
@@ -401,7 +367,7 @@ def test_r9_a_failed_rank_invalidates_all_blocks_even_if_another_rank_names_one_
 
 def test_r9_destinations_stay_leased_until_every_rank_has_ended() -> None:
     world = cached(ranks=2)
-    request = loading(world)
+    request = world.loading()
     (job,) = world.open_jobs(Direction.LOAD)
     blocks = request.held()
     world.report(0, job, FAILED)
@@ -414,7 +380,7 @@ def test_r9_destinations_stay_leased_until_every_rank_has_ended() -> None:
 
 def test_r9_blocks_of_an_abandoned_load_are_not_reused() -> None:
     world = cached(device=16)
-    request = loading(world)
+    request = world.loading()
     (job,) = world.open_jobs(Direction.LOAD)
     blocks = request.held()
     world.overdue(job)
@@ -436,7 +402,7 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
     crowd = [world.add(f"r{number}", TEXT + str(number)) for number in range(50)]
     answers = [world.admit(request) for request in crowd]
     assert answers == [12, *[None] * 49]
-    assert sum(world.core.state.pool.pins.values()) == 3
+    assert sum(world.pool.pins.values()) == 3
     assert len(world.reported(LookupDeferred)) == 49
     world.step()
     assert [world.admit(request) for request in crowd[1:]] == [None] * 49
@@ -455,7 +421,7 @@ def test_r14_fifty_requests_with_one_prefix_load_it_once() -> None:
 @pytest.mark.parametrize("how", ["fails", "ends", "abandoned", "reset"])
 def test_r14_a_waiting_request_continues_when_the_owner_of_the_load_ends(how: str) -> None:
     world = cached()
-    owner = loading(world)
+    owner = world.loading()
     waits = world.add("b", TEXT)
     assert world.admit(waits) is None
     (job,) = world.open_jobs(Direction.LOAD)
@@ -472,17 +438,16 @@ def test_r14_a_waiting_request_continues_when_the_owner_of_the_load_ends(how: st
 
 def test_r14_no_request_waits_for_a_load_that_failed_when_its_slots_are_filled_again() -> None:
     world = cached(host=3)
-    loading(world)
+    world.loading()
     world.finish(outcome=FAILED)
-    world.serve("again", TEXT)
-    world.device.forget_keys()
+    world.only_on_host(TEXT)
     assert world.on_host(TEXT) == "xxx"
     assert world.admit(world.add("b", TEXT)) == 12
 
 
 def test_r14_no_request_waits_for_a_load_whose_owner_runs() -> None:
     world = cached()
-    loading(world)
+    world.loading()
     waits = world.add("b", TEXT)
     world.finish()
     world.device.forget_keys()
@@ -497,7 +462,7 @@ def test_r14_no_request_waits_for_an_owner_that_was_allocated_again() -> None:
     # Regression: when a request was preempted and readmitted within a step, without a lookup, its loaded
     # blocks had no owner.
     world = cached()
-    owner = loading(world)
+    owner = world.loading()
     world.finish()
     owners = {record.request for each in world.core.state.requests.loading.values() for record in each}
     assert owners == {owner.name}
@@ -510,7 +475,7 @@ def test_r14_no_request_waits_for_an_owner_that_was_allocated_again() -> None:
 def test_r14_no_request_waits_for_a_load_from_before_a_reset() -> None:
     # Regression: slots emptied by a reset still belonged to the old load's request after they were reused.
     world = cached(host=3)
-    loading(world)
+    world.loading()
     world.reset()
     world.finish()
     world.computed("newer", "0123456789abc")
@@ -523,7 +488,7 @@ def test_r14_no_request_waits_for_a_load_from_before_a_reset() -> None:
 @pytest.mark.parametrize("engine_can_wait", [True, False])
 def test_r14_a_request_that_may_not_wait_loads_the_blocks_itself(engine_can_wait: bool) -> None:
     world = cached(promises=Promises(can_wait=engine_can_wait))
-    loading(world)
+    world.loading()
     assert world.admit(world.add("b", TEXT), may_wait=not engine_can_wait) == 12
     world.step_and_copy()
     assert world.results == [("a", True), ("b", True)]
@@ -534,7 +499,7 @@ def test_r14_requests_wait_for_whichever_of_two_owners_remains(ends: str) -> Non
     # Regression: only the first request that loaded a slot was remembered. A third request therefore loaded
     # the blocks of the second request again.
     world = cached()
-    owners = {name: loading(world, name) for name in ("first", "second")}
+    owners = {name: world.loading(name) for name in ("first", "second")}
     waits = world.add("waits", TEXT)
     world.end(owners.pop(ends))
     [owner] = owners.values()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from kvoffload.core.jobs import Leases, Offer
@@ -8,10 +10,8 @@ from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, MissCause, StoreOutcome
 from kvoffload.model.events import BlocksZeroed
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId
-from kvoffload.model.wire import Direction, TransferReport
-from tests.core.world import DONE, FAILED, Req, World, full, key_at, window
-
-TEXT = "abcdefghijklm"  # three whole blocks, and one more token that must be computed
+from kvoffload.model.wire import Direction
+from tests.core.world import DONE, FAILED, TEXT, Req, World, cached, full, key_at, window
 
 
 def side_by_side(world: World) -> tuple[Req, Req]:
@@ -68,8 +68,7 @@ def test_r3_a_prefix_that_two_requests_compute_is_stored_once() -> None:
 def test_r3_a_block_is_not_stored_again_until_every_rank_of_a_failed_store_has_ended() -> None:
     world = World(ranks=2)
     first = world.computed()
-    for job in world.open_jobs():
-        world.report(0, job, FAILED)
+    world.report_all(0, FAILED)
     second = world.computed("b")
     assert second.tables[0][:3] == first.tables[0][:3]
     for job in world.open_jobs():
@@ -85,11 +84,8 @@ def test_r3_a_block_is_not_stored_again_until_every_rank_of_a_failed_store_has_e
 
 
 def test_r3_a_block_that_an_abandoned_load_may_still_write_is_not_stored() -> None:
-    world = World()
-    world.serve("a", TEXT)
-    world.device.forget_keys()
-    world.admit(world.add("b", TEXT))
-    world.idle_step()
+    world = cached()
+    world.loading()
     (load,) = world.open_jobs(Direction.LOAD)
     block, key = world.copies[load].blocks[0], BlockKey(b"computed again")
     world.overdue(load)
@@ -103,8 +99,7 @@ def test_r3_a_block_that_an_abandoned_load_may_still_write_is_not_stored() -> No
 def test_r3_an_offer_that_waited_for_a_copy_is_stored_at_its_requests_end(copy_ends: bool) -> None:
     world = World(ranks=2)
     world.computed()
-    for job in world.open_jobs():
-        world.report(0, job, FAILED)
+    world.report_all(0, FAILED)
     second = world.computed("b")
     if copy_ends:
         world.finish()
@@ -115,22 +110,25 @@ def test_r3_an_offer_that_waited_for_a_copy_is_stored_at_its_requests_end(copy_e
     assert world.on_host(TEXT) == ("xxx" if copy_ends else "...")
 
 
-@pytest.mark.parametrize("how", ["fails", "is abandoned"])
-def test_r3_a_duplicate_is_offered_again_when_the_first_store_fails(how: str) -> None:
+@pytest.mark.parametrize("how", ["fails", "is abandoned", "fails after the duplicate's request"])
+def test_r3_a_duplicate_is_stored_when_the_first_store_fails(how: str) -> None:
     world = World()
     one, two = side_by_side(world)
     mine, others = one.tables[0][:3], two.tables[0][:3]
     assert set(mine).isdisjoint(others)
     assert stored_blocks(world) == mine
     assert not any(world.device.leased[block] for block in others)
+    if how == "fails after the duplicate's request":
+        world.end(two)
     for job in world.open_jobs():
-        if how == "fails":
-            world.finish(job, outcome=FAILED)
-        else:
+        if how == "is abandoned":
             world.overdue(job)
+        else:
+            world.finish(job, outcome=FAILED)
     assert world.core.has_work
     world.idle_step()
     assert stored_blocks(world)[-3:] == others
+    assert not world.core.state.requests.finishing
     world.finish()
     assert world.on_host(TEXT) == "xxx"
 
@@ -167,8 +165,7 @@ def test_r3_a_duplicate_is_stored_when_the_first_block_is_declined(host: int) ->
     world.finish()
     full_up = {StoreOutcome.HOST_FULL: 1} if host == 1 else {}
     assert world.stores() == {StoreOutcome.STALE: 1, StoreOutcome.STORED: host, **full_up}
-    pool = world.core.state.pool
-    assert [pool.key(slot) for slot in pool.order] == [tail, head][-host:]
+    assert world.eviction_order() == [tail, head][-host:]
 
 
 def test_r3_a_duplicate_waits_for_a_slot_when_the_first_block_got_none() -> None:
@@ -184,26 +181,11 @@ def test_r3_a_duplicate_waits_for_a_slot_when_the_first_block_got_none() -> None
     assert stored_blocks(world) == two.tables[0][:2]
 
 
-def test_r3_a_duplicate_of_an_ended_request_is_stored_when_the_first_store_fails() -> None:
-    world = World()
-    _, two = side_by_side(world)
-    others = two.tables[0][:3]
-    world.end(two)
-    world.finish(outcome=FAILED)
-    world.idle_step()
-    assert stored_blocks(world) == others
-    assert [record.request for record in world.core.state.requests.live.values()] == ["one"]
-    assert not world.core.state.requests.finishing
-    world.finish()
-    assert world.on_host(TEXT) == "xxx"
-
-
 def test_r3_a_request_does_not_inherit_the_offers_of_an_earlier_request_with_its_name() -> None:
     world = World(device=12)  # stores may lease three blocks, as many as one request has
     _, two = side_by_side(world)
     world.end(two)
-    for job in world.open_jobs():
-        world.overdue(job)
+    world.overdue(*world.open_jobs())
     again = world.admitted("two", TEXT)
     world.step(again)
     world.step(again)
@@ -220,11 +202,10 @@ def test_r15_cached_keys_are_marked_as_used_once_with_the_head_last() -> None:
     offer(world, *states)
     world.submit()
     world.finish()
-    pool = world.core.state.pool
     (again,) = named(world, keys[0])
     for duplicate in ((), ((keys[0], again),)):
         offer(world, *states, *duplicate)
-        assert [pool.key(slot) for slot in pool.order] == keys[::-1]
+        assert world.eviction_order() == keys[::-1]
     assert world.stores() == {StoreOutcome.STORED: 2, StoreOutcome.ALREADY_CACHED: 5}
 
 
@@ -239,8 +220,7 @@ def test_r4_a_slot_can_hit_only_when_every_rank_has_confirmed() -> None:
             world.report(rank, job)
         assert world.on_host(TEXT) == "..."
         assert world.count(SlotState.FILLING) == 3
-    for job in world.open_jobs():
-        world.report(1, job)
+    world.report_all(1)
     assert world.on_host(TEXT) == "xxx"
 
 
@@ -274,10 +254,8 @@ def test_r4_a_failed_rank_invalidates_a_slot_which_is_empty_only_after_all_ranks
 
 
 def test_r4_a_failed_rank_of_a_load_invalidates_its_slots_while_others_read_them() -> None:
-    world = World(ranks=2)
-    world.only_on_host(TEXT)
-    world.admit(world.add("a", TEXT))
-    world.step()
+    world = cached(ranks=2)
+    world.loading()
     (job,) = world.open_jobs()
     world.report(1, job, FAILED)
     assert world.on_host(TEXT) == "..."
@@ -286,20 +264,11 @@ def test_r4_a_failed_rank_of_a_load_invalidates_its_slots_while_others_read_them
     assert world.count(SlotState.EMPTY) == world.ready
 
 
-def test_r4_the_capacity_is_the_number_of_slots_that_every_rank_has_ready() -> None:
-    world = World(ranks=2, host=0)
-    for rank, slots, capacity in [(0, 8, 0), (1, 3, 3), (1, 2, 3), (1, 9, 8)]:
-        world.tell(facts.TransferReported(TransferReport(world.ranks[rank], (), slots)))
-        assert world.core.state.pool.capacity == capacity
-
-
 def test_invalidating_a_draining_slot_keeps_a_newer_slots_index_entry() -> None:
     # Regression: after a reset, a slot being emptied kept its old key. Invalidating this slot again removed
     # the index entry of a newer slot with the same key.
-    world = World(ranks=2)
-    world.only_on_host(TEXT)
-    world.admit(world.add("a", TEXT))
-    world.step()
+    world = cached(ranks=2)
+    world.loading()
     (job,) = world.open_jobs()
     world.reset()
     world.computed("b", TEXT)
@@ -332,9 +301,7 @@ def test_r5_an_offer_that_still_waits_for_leases_at_its_requests_end_is_declined
     assert world.stores() == {StoreOutcome.LEASE_LIMIT: 12}
     world.drain()
     assert world.on_host("0123456789" * 8) == "x" * 8 + "." * 12
-    world.device.forget_keys()
-    world.admit(world.add("b", "0123456789" * 8))
-    assert world.miss() is MissCause.DECLINED_LEASE_LIMIT
+    assert world.next_miss("0123456789" * 8) is MissCause.DECLINED_LEASE_LIMIT
 
 
 def test_r5_offers_of_ended_requests_do_not_keep_waiting() -> None:
@@ -354,7 +321,7 @@ def test_r5_a_leased_block_is_not_allocated_after_its_request_ended() -> None:
     assert all(world.device.leased[block] == 1 for block in under_way)
     for number in range(3):  # `DevicePool` checks that leased blocks are not allocated.
         hungry = world.admitted(f"r{number}", str(number) * 40)
-        world.run(hungry, until=40)
+        world.run(hungry)
         world.end(hungry)
     for job in [job for job in world.open_jobs() if set(world.copies[job].blocks) & set(under_way)]:
         world.finish(job)
@@ -381,20 +348,13 @@ def leave(world: World, request: Req, how: str, outcome: CopyOutcome) -> None:
     elif how == "reset":
         world.reset()
     else:
-        for job in world.open_jobs():
-            world.overdue(job)
+        world.overdue(*world.open_jobs())
     world.idle_step()
     for job in list(world.copies):
         world.finish(job, outcome=outcome)
 
 
-@pytest.mark.parametrize("outcome", [DONE, FAILED])
-@pytest.mark.parametrize("leaves", ["ended", "preempted", "abandoned", "reset"])
-@pytest.mark.parametrize("stage", ["planned", "submitted", "one rank"])
-def test_r5_leases_of_a_store_are_released_exactly_once(
-    stage: str, leaves: str, outcome: CopyOutcome
-) -> None:
-    world = World(ranks=2)
+def storing(world: World, stage: str) -> Req:
     request = world.admitted("a", TEXT[:9])
     world.step()
     if stage == "planned":  # The step's job also contains another request's last offers.
@@ -403,30 +363,34 @@ def test_r5_leases_of_a_store_are_released_exactly_once(
         world.end(other)
     else:
         world.step()
-    if stage == "one rank":
-        world.report(0, world.open_jobs()[0])
-    leave(world, request, leaves, outcome)
-    assert world.device.leased.total() == 0
+    return request
+
+
+def loading(world: World, stage: str) -> Req:
+    return world.admitted("a", TEXT) if stage == "planned" else world.loading()
 
 
 @pytest.mark.parametrize("outcome", [DONE, FAILED])
-@pytest.mark.parametrize("leaves", ["ended", "abandoned", "reset"])
+@pytest.mark.parametrize(
+    ("copy", "leaves"),
+    [
+        *product(["store"], ["ended", "preempted", "abandoned", "reset"]),
+        *product(["load"], ["ended", "abandoned", "reset"]),
+    ],
+)
 @pytest.mark.parametrize("stage", ["planned", "submitted", "one rank"])
-def test_r5_pins_and_leases_of_a_load_are_released_exactly_once(
-    stage: str, leaves: str, outcome: CopyOutcome
+def test_r5_leases_and_pins_are_released_once(
+    stage: str, copy: str, leaves: str, outcome: CopyOutcome
 ) -> None:
-    world = World(ranks=2)
-    world.only_on_host(TEXT)
-    request = world.admitted("a", TEXT)
-    if stage != "planned":
-        world.step()
+    world = World(ranks=2) if copy == "store" else cached(ranks=2)
+    request = (storing if copy == "store" else loading)(world, stage)
     if stage == "one rank":
         world.report(0, world.open_jobs()[0])
     leave(world, request, leaves, outcome)
     world.drain()
-    assert [name for name, _ in world.results] == ["a"]
+    assert [name for name, _ in world.results] == (["a"] if copy == "load" else [])
     assert world.device.leased.total() == 0
-    assert not world.core.state.pool.pins
+    assert not world.pool.pins
 
 
 def test_r5_releasing_twice_is_an_error_and_changes_nothing() -> None:
@@ -442,12 +406,11 @@ def test_r5_releasing_twice_is_an_error_and_changes_nothing() -> None:
         leases.release([block])
     assert world.device.leased[block] == 0
     world.serve("first", TEXT)
-    pool = world.core.state.pool
-    slots = tuple(pool.index.values())
-    pool.pin(slots)
-    pool.unpin(slots)
+    slots = tuple(world.pool.index.values())
+    world.pool.pin(slots)
+    world.pool.unpin(slots)
     with pytest.raises(KeyError):
-        pool.unpin(slots)
+        world.pool.unpin(slots)
     assert world.count(SlotState.READY) == 3
 
 
@@ -547,7 +510,7 @@ def test_r7_a_block_whose_hash_is_not_the_key_is_not_stored() -> None:
 
 def test_r7_a_block_whose_hash_is_unknown_is_not_stored() -> None:
     world = World()
-    world.device.is_hashed = False
+    world.device.keys_of = lambda blocks: [None] * len(blocks)  # type: ignore[method-assign]
     world.computed()
     assert world.stores() == {StoreOutcome.NOT_HASHED: 3}
 
@@ -564,13 +527,19 @@ def evict(world: World, name: str, text: str) -> None:
     world.end(other)
 
 
-def test_r8_a_block_evicted_in_the_middle_of_a_request_is_stored_again() -> None:
+def after_an_eviction() -> tuple[World, Req]:
+    """Return a world whose host has lost the blocks that its running request found there."""
     world = World(host=2)
     world.serve("first", "abcdefghi")
     request = world.computed(text="abcdefghi")
     assert world.stores()[StoreOutcome.ALREADY_CACHED] == 2
     evict(world, "b", "012345678")
     assert world.on_host("abcdefgh") == ".."
+    return world, request
+
+
+def test_r8_a_block_evicted_in_the_middle_of_a_request_is_stored_again() -> None:
+    world, request = after_an_eviction()
     world.step(request)
     world.finish()
     assert world.on_host("abcdefgh") == "xx"
@@ -578,10 +547,7 @@ def test_r8_a_block_evicted_in_the_middle_of_a_request_is_stored_again() -> None
 
 
 def test_r8_a_request_stores_an_evicted_block_again_only_once() -> None:
-    world = World(host=2)
-    world.serve("first", "abcdefghi")
-    request = world.computed(text="abcdefghi")
-    evict(world, "b", "012345678")
+    world, request = after_an_eviction()
     world.step(request)
     world.finish(outcome=FAILED)
     world.device.forget_keys()
@@ -594,10 +560,7 @@ def test_r8_a_request_stores_an_evicted_block_again_only_once() -> None:
 
 
 def test_r8_a_request_that_offers_an_evicted_block_again_stores_it_only_once() -> None:
-    world = World(host=2)
-    world.serve("first", "abcdefghi")
-    request = world.computed(text="abcdefghi")
-    evict(world, "b", "012345678")
+    world, request = after_an_eviction()
     world.step(request)
     world.finish(outcome=FAILED)
     world.preempt(request)
@@ -612,31 +575,19 @@ def test_r8_a_request_that_offers_an_evicted_block_again_stores_it_only_once() -
     assert world.stores()[StoreOutcome.STORED] == stores[StoreOutcome.STORED]
 
 
-def test_r8_a_block_is_not_stored_again_over_a_slot_that_a_running_request_stored() -> None:
-    world = World(host=2)
-    stays = world.computed(text="abcdefghi")
+@pytest.mark.parametrize("how", ["stored", "hit"])
+def test_r8_a_block_is_not_stored_over_a_slot_that_a_running_request_stored_or_hit(how: str) -> None:
+    world = World(host=2) if how == "stored" else cached(host=2, text="abcdefghi")
+    stays = world.admitted("stays", "abcdefghi")
+    world.load_and_run(stays)
     world.finish()
-    world.end(world.computed("b", "012345678"))
-    world.drain()
+    world.end_and_drain(world.computed("b", "012345678"))
     assert world.on_host("abcdefgh") == "xx"
     assert world.stores()[StoreOutcome.HOST_FULL] == 2
+    assert world.next_miss("012345678") is MissCause.DECLINED_HOST_FULL
     world.end(stays)
     world.serve("c", "012345678")
     assert world.on_host("012345678") == "xx"
-
-
-def test_r8_a_block_is_not_stored_again_over_a_slot_that_a_running_request_hit() -> None:
-    world = World(host=2)
-    world.serve("first", "abcdefghi")
-    world.device.forget_keys()
-    world.admitted("a", "abcdefghi")
-    world.step_and_copy()
-    world.end(world.computed("b", "012345678"))
-    world.drain()
-    assert world.on_host("abcdefgh") == "xx"
-    world.device.forget_keys()
-    world.admit(world.add("c", "012345678"))
-    assert world.miss() is MissCause.DECLINED_HOST_FULL
 
 
 def test_r8_blocks_that_found_the_host_full_are_stored_at_their_requests_end() -> None:
@@ -713,8 +664,7 @@ def test_r15_depth_counts_across_groups(how: str) -> None:
     world.serve("first", LONG)
     if how != "stored":
         make_used(world, how)
-    order = [world.core.state.pool.key(slot) for slot in world.core.state.pool.order]
-    depths = [len(key or b"") for key in order]
+    depths = list(map(len, world.eviction_order()))
     assert depths == sorted(depths, reverse=True)
 
 
@@ -727,10 +677,9 @@ def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: s
     for number in range(8):
         request = world.computed(f"r{number}", f"{number}{text}")
         world.step(request)
-        world.preempt(request)
-        world.idle_step()
+        world.preempt_and_step(request)
         world.end_and_drain(request)
-    order = [world.core.state.pool.key(slot) or b"" for slot in world.core.state.pool.order]
+    order = world.eviction_order()
     prefixes = {key[:1] for key in order}
     assert len(prefixes) > 2
     for prefix in prefixes:
@@ -739,18 +688,15 @@ def test_r15_stores_that_no_running_request_holds_arrive_deepest_first(policy: s
 
 
 def heads_last(world: World) -> bool:
-    order = [world.core.state.pool.key(slot) or b"" for slot in world.core.state.pool.order]
-    depths = [len(key) for key in order if key.startswith(LONG[:4].encode())]
+    depths = [len(key) for key in world.eviction_order() if key.startswith(LONG[:4].encode())]
     return len(depths) > 1 and depths == sorted(depths, reverse=True)
 
 
-@pytest.mark.parametrize("groups", [(full(),), (full(), full(group=1))])
-def test_r15_a_head_found_on_the_device_is_as_recent_as_its_tail(
-    groups: object,
-) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_r15_a_head_found_on_the_device_is_as_recent_as_its_tail(groups: int) -> None:
     # Regression: the head was marked as used when the request began, and the tail was stored later, so the
     # head was evicted first.
-    world = World(*groups)  # type: ignore[misc]
+    world = World(*[full(group=group) for group in range(groups)])
     world.serve("first", LONG[:9])
     request = world.add("again", LONG)
     assert world.admit(request) == 0
@@ -765,8 +711,7 @@ def test_r15_a_head_found_on_the_device_is_as_recent_as_its_tail(
 @pytest.mark.parametrize("how", ["runs", "ends", "loses its blocks"])
 def test_r15_recomputed_blocks_are_marked_as_used_with_the_head_last(how: str) -> None:
     # Regression: each step marked its confirmed blocks as used, so the head was the least recently used.
-    world = World()
-    world.only_on_host(LONG)
+    world = cached(text=LONG)
     request = world.add("again", LONG)
     world.lookup(request)
     world.allocate(request, 0)
@@ -774,8 +719,7 @@ def test_r15_recomputed_blocks_are_marked_as_used_with_the_head_last(how: str) -
     if how == "ends":
         world.end(request)
     elif how == "loses its blocks":
-        world.preempt(request)
-        world.idle_step()
+        world.preempt_and_step(request)
     assert world.on_host(LONG) == "xxxx"
     assert heads_last(world)
 
@@ -790,31 +734,28 @@ def tail_looked_up(world: World) -> Req:
     return request
 
 
-@pytest.mark.parametrize("how", ["takes nothing", "takes less", "ends", "is looked up again"])
-def test_r15_a_pinned_tail_after_a_device_hit_is_released_before_its_head(how: str) -> None:
+@pytest.mark.parametrize("accepted", [0, 4])
+def test_r15_a_declined_tail_after_a_device_hit_is_released_before_its_head(accepted: int) -> None:
     # Regression: the lookup pinned only the tail, whose release made the tail more recent than the head.
     world = World()
-    request = tail_looked_up(world)
-    if how == "takes nothing":
-        world.allocate(request, 0)
-    elif how == "takes less":
-        world.allocate(request, 4)
-    else:
-        if how == "is looked up again":
-            squeeze(world, 1)
-            world.lookup(request)
-        world.end(request)
+    world.allocate(tail_looked_up(world), accepted)
     assert heads_last(world)
 
 
-@pytest.mark.parametrize("when", ["before it loads", "while it loads", "when it has loaded"])
-def test_r15_a_loaded_tail_whose_request_has_ended_is_released_before_its_head(when: str) -> None:
+@pytest.mark.parametrize(
+    "when", ["it was looked up", "it was looked up again", "it is allocated", "it loads", "it has loaded"]
+)
+def test_r15_a_tail_whose_request_ends_is_released_before_its_head(when: str) -> None:
     world = World()
     request = tail_looked_up(world)
-    world.allocate(request, 8)
-    if when != "before it loads":
+    if when == "it was looked up again":
+        squeeze(world, 1)
+        world.lookup(request)
+    elif when != "it was looked up":
+        world.allocate(request, 8)
+    if when in ("it loads", "it has loaded"):
         world.step()
-    if when == "when it has loaded":
+    if when == "it has loaded":
         world.finish()
     world.end_and_drain(request)
     assert heads_last(world)
@@ -823,7 +764,7 @@ def test_r15_a_loaded_tail_whose_request_has_ended_is_released_before_its_head(w
 def test_r15_a_tail_without_its_head_is_released() -> None:
     world = World()
     request = tail_looked_up(world)
-    for key in list(world.core.state.pool.index):
+    for key in list(world.pool.index):
         if len(key) < 16:
             world.lose(key)
     world.end(request)
@@ -835,12 +776,12 @@ def test_r15_holds_of_quarantined_slots_are_released() -> None:
     world.serve("first", LONG[:9])
     request = world.computed("again", LONG)
     world.finish()
-    tail = world.core.state.pool.index[key_at(LONG, 16)]
-    world.blocks_on_host -= world.core.state.pool.quarantine(tail)
+    tail = world.pool.index[key_at(LONG, 16)]
+    world.blocks_on_host -= world.pool.quarantine(tail)
     world.end_and_drain(request)
     assert world.on_host(LONG) == "xxx."
     assert heads_last(world)
-    assert not world.core.state.pool.holds
+    assert not world.pool.holds
 
 
 def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_head() -> None:
@@ -859,23 +800,19 @@ def test_r15_a_tail_that_arrives_after_a_preemption_is_not_used_later_than_its_h
 def test_r15_a_tail_that_arrives_for_a_new_table_is_not_used_later_than_a_head_of_the_old_one() -> None:
     world = World(step_tokens=4)
     request = world.admitted("a", TEXT)
-    world.step()
-    for _ in range(3):
+    for _ in range(4):
         world.step()
     head, tail, stuck = world.open_jobs()
     world.finish(head)
     world.overdue(stuck)  # The timeout releases the slots that the request holds.
-    world.preempt(request)
-    world.idle_step()
+    world.preempt_and_step(request)
     world.device.forget_keys()
     world.admit(request, accept=0)
     world.step()
     world.step()
     world.finish(tail)
-    world.preempt(request)
-    world.idle_step()
-    pool = world.core.state.pool
-    assert [pool.key(slot) for slot in pool.order] == [key_at(TEXT, 8), key_at(TEXT, 4)]
+    world.preempt_and_step(request)
+    assert world.eviction_order() == [key_at(TEXT, 8), key_at(TEXT, 4)]
 
 
 def test_r15_stores_that_end_in_another_order_leave_the_head_to_be_evicted_last() -> None:
@@ -894,16 +831,14 @@ def test_r15_the_head_is_evicted_last_after_a_load_and_a_late_store_of_the_earli
     head, *others, last = world.open_jobs()
     world.finish(head)
     world.overdue(last)  # The timeout releases the request's slots together with its block table.
-    world.preempt(request)
-    world.idle_step()
+    world.preempt_and_step(request)
     world.device.forget_keys()
     world.admit(request)
     world.step()
     (load,) = world.open_jobs(Direction.LOAD)
     world.finish(*others)  # The middle blocks are stored for the new block table before its head is loaded.
     world.finish(load)
-    world.preempt(request)
-    world.idle_step()
+    world.preempt_and_step(request)
     assert world.on_host(LONG) == "xxx."
     assert heads_last(world)
 
@@ -915,9 +850,8 @@ def test_r15_a_head_stored_after_its_tail_is_evicted_last() -> None:
     request = world.admitted("a", TEXT)
     for _ in range(2):
         world.step(request)
-    assert world.core.state.requests.live[
-        request.name
-    ].waiting  # the request waits for its head, because blocks stored by `holds` fill the host
+    # The head waits for a slot, because blocks stored by `holds` fill the host.
+    assert world.core.state.requests.live[request.name].waiting
     world.ready_up_to(2)
     world.step(request)
     world.finish()

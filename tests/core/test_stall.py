@@ -6,7 +6,7 @@ from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.events import CopiesResumed, CopiesStalled
 from kvoffload.model.ids import JobId
 from kvoffload.model.wire import Direction
-from tests.core.world import DONE, FAILED, Req, World
+from tests.core.world import DONE, FAILED, TEXT, Req, World, cached
 
 BLOCK = 4
 
@@ -92,11 +92,10 @@ def test_a_single_overdue_job_of_any_size_stalls_no_copies() -> None:
 
 
 def test_requests_are_served_during_a_stall_and_their_misses_name_the_stall() -> None:
-    world = World(device=64, step_tokens=64)
-    world.only_on_host("abcdefghijklm")
+    world = cached(device=64, step_tokens=64)
     for name in "xyz":
         hangs(world, name)
-    back = world.add("back", "abcdefghijklm")
+    back = world.add("back", TEXT)
     assert world.admit(back) == 0
     assert world.miss() is MissCause.STALLED
     world.run(back)
@@ -104,16 +103,13 @@ def test_requests_are_served_during_a_stall_and_their_misses_name_the_stall() ->
     new = world.computed("new", "0123456789")
     world.end(new)
     assert world.stores()[StoreOutcome.STALLED] == 2
-    world.device.forget_keys()
-    world.admit(world.add("again", "0123456789"))
-    assert world.miss() is MissCause.STALLED
+    assert world.next_miss("0123456789") is MissCause.STALLED
     assert not world.core.has_work
 
 
 def test_a_hit_found_before_the_stall_is_not_loaded() -> None:
-    world = World(device=64, step_tokens=64)
-    world.only_on_host("abcdefghijklm")
-    promised = world.add("promised", "abcdefghijklm")
+    world = cached(device=64, step_tokens=64)
+    promised = world.add("promised", TEXT)
     assert world.lookup(promised) == 12
     for name in "xyz":
         hangs(world, name)
@@ -124,12 +120,9 @@ def test_a_hit_found_before_the_stall_is_not_loaded() -> None:
 
 
 def test_a_hanging_load_counts_towards_a_stall() -> None:
-    world = World(device=64, step_tokens=64)
-    world.only_on_host("abcdefghijklm")
+    world = cached(device=64, step_tokens=64)
     hangs(world, "x")
-    request = world.add("loads", "abcdefghijklm")
-    assert world.admit(request) == 12
-    world.idle_step()
+    world.loading()
     (job,) = world.open_jobs(Direction.LOAD)
     world.overdue(job)
     hangs(world, "y")

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -28,15 +29,16 @@ from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
 from kvoffload.model.wire import Direction, JobReport
 from tests.core.audit import pool_problems
 
+by_name = attrgetter("name")
+each_slot_state = pytest.mark.parametrize("state", SlotState, ids=by_name)
+each_machine = pytest.mark.parametrize("machine", [SLOT, JOB, REQUEST], ids=by_name)
+
 
 def members(enum: type[IntEnum]) -> list[IntEnum]:
     return list(enum)
 
 
-MACHINES: list[Machine[Any, Any]] = [SLOT, JOB, REQUEST]
-
-
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@each_machine
 def test_each_event_is_allowed_only_in_its_states(machine: Machine[Any, Any]) -> None:
     for event in members(machine.events):
         before = [state for state in members(machine.states) if (state, event) in machine.table]
@@ -50,7 +52,7 @@ def test_each_event_is_allowed_only_in_its_states(machine: Machine[Any, Any]) ->
             assert machine.only[event] == (bytes(before), machine.table[before[0], event])
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+@each_machine
 def test_every_state_is_reached_and_every_event_is_used(machine: Machine[Any, Any]) -> None:
     reached, grown = {members(machine.states)[0]}, True
     while grown:
@@ -69,15 +71,24 @@ def test_slots_hit_and_are_evicted_only_in_the_listed_states() -> None:
 # -- the records that the tables move ---------------------------------------------------------------------------
 
 
+def ready_pool(slots: int) -> tuple[SlotPool, list[SlotId]]:
+    pool = SlotPool()
+    pool.grow(slots)
+    filled, _ = pool.reserve([BlockKey(b"%d" % number) for number in range(slots)])
+    pool.fill(filled)
+    return pool, list(filled)
+
+
 def pool_with(state: SlotState) -> tuple[SlotPool, SlotId]:
+    """Return a pool of two slots and one of them, in this state. The other slot is empty."""
     pool = SlotPool()
     pool.grow(2)
     if state is SlotState.EMPTY:
         return pool, SlotId(1)
     (slot,), _ = pool.reserve([BlockKey(b"key")])
-    if state in (SlotState.READY, SlotState.PINNED):
+    if state in (SlotState.READY, SlotState.PINNED, SlotState.DRAINING):
         pool.fill((slot,))
-    if state is SlotState.PINNED:
+    if state in (SlotState.PINNED, SlotState.DRAINING):
         pool.pin((slot,))
     if state is SlotState.DRAINING:
         pool.invalidate(slot)
@@ -88,20 +99,11 @@ def pool_with(state: SlotState) -> tuple[SlotPool, SlotId]:
 
 
 def picture(pool: SlotPool) -> object:
-    states = [pool.state(SlotId(slot)) for slot in range(pool.capacity)]
-    counts = [pool.count(state) for state in SlotState]
-    return (
-        states,
-        counts,
-        dict(pool.index),
-        dict(pool.pins),
-        dict(pool.holds),
-        list(pool.order),
-        pool.room,
-    )
+    states = [pool.state(SlotId(slot)) for slot in range(pool.capacity)], [*map(pool.count, SlotState)]
+    return states, dict(pool.index), dict(pool.pins), dict(pool.holds), list(pool.order), pool.room
 
 
-@pytest.mark.parametrize("state", SlotState)
+@each_slot_state
 def test_a_refused_call_changes_nothing(state: SlotState) -> None:
     pool, slot = pool_with(state)
     pool.grow(3)
@@ -121,13 +123,6 @@ def test_a_refused_call_changes_nothing(state: SlotState) -> None:
         assert picture(pool) == before
 
 
-def test_a_slot_that_is_pinned_and_invalidated_is_not_pinned_again() -> None:
-    pool, slot = pool_with(SlotState.PINNED)
-    pool.invalidate(slot)
-    with pytest.raises(IllegalTransition):
-        pool.pin((slot,))
-
-
 def test_requesting_more_slots_than_are_free_changes_nothing() -> None:
     pool, _ = pool_with(SlotState.PINNED)
     before = picture(pool)
@@ -136,7 +131,7 @@ def test_requesting_more_slots_than_are_free_changes_nothing() -> None:
     assert picture(pool) == before
 
 
-@pytest.mark.parametrize("state", SlotState)
+@each_slot_state
 def test_invalidating_and_quarantining_return_whether_the_slot_could_hit(state: SlotState) -> None:
     could_hit = state in (SlotState.READY, SlotState.PINNED)
     pool, slot = pool_with(state)
@@ -154,16 +149,13 @@ def test_invalidating_and_quarantining_return_whether_the_slot_could_hit(state: 
 @pytest.mark.parametrize("end", ["invalidate", "quarantine", "forget_all"])
 def test_a_held_slot_can_be_invalidated(end: str, held: bool) -> None:
     pool, slot = pool_with(SlotState.READY)
-    if held:
-        pool.hold([slot])
-        pool.hold([slot])
+    holds = 2 * [slot] if held else []
+    pool.hold(holds)
     if end == "forget_all":
         pool.forget_all()
     else:
         getattr(pool, end)(slot)
-    if held:
-        pool.release([slot])
-        pool.release([slot])
+    pool.release(holds)
     assert not pool.index
     assert [*pool_problems(pool)] == []
 
@@ -180,9 +172,7 @@ def test_a_held_slot_that_was_pinned_is_held_again_afterwards() -> None:
 
 
 def test_using_moves_only_evictable_slots() -> None:
-    pool, slot = pool_with(SlotState.READY)
-    (other,), _ = pool.reserve([BlockKey(b"other")])
-    pool.fill((other,))
+    pool, (slot, other) = ready_pool(2)
     assert pool.use((slot,), {}) == 1
     assert list(pool.order) == [other, slot]
     pool.hold([slot])
@@ -193,10 +183,7 @@ def test_using_moves_only_evictable_slots() -> None:
 
 
 def test_marking_as_used_releases_holds_in_the_same_order() -> None:
-    pool = SlotPool()
-    pool.grow(3)
-    slots, _ = pool.reserve([BlockKey(bytes([number])) for number in range(3)])
-    pool.fill(slots)
+    pool, slots = ready_pool(3)
     pool.hold([slots[0], slots[0], slots[1]])
     assert pool.use(slots, {slots[0]: 1, slots[1]: 1}) == 2
     assert pool.holds == {slots[0]: 1}
@@ -207,14 +194,11 @@ def test_marking_as_used_releases_holds_in_the_same_order() -> None:
 
 
 def test_freed_slots_are_reserved_in_order_before_unused_slots() -> None:
-    pool = SlotPool()
+    pool, slots = ready_pool(4)
     pool.grow(6)
-    keys = [BlockKey(bytes([number])) for number in range(6)]
-    slots, _ = pool.reserve(keys[:4])
     for slot in slots:
         pool.invalidate(slot)
-        pool.drained((slot,))
-    assert pool.reserve(keys)[0] == [0, 1, 2, 3, 4, 5]
+    assert pool.reserve([BlockKey(b"new %d" % number) for number in range(6)])[0] == [0, 1, 2, 3, 4, 5]
 
 
 class Owner:
@@ -257,6 +241,7 @@ def jobs_with(state: JobState) -> tuple[Jobs, Job]:
         (JobState.SUBMITTED, [Failure.DROPPED]),
         (JobState.ABANDONED, []),
     ],
+    ids=["PLANNED", "SUBMITTED", "ABANDONED"],
 )
 def test_a_job_that_is_dropped_is_cancelled_or_runs_to_its_end(state: JobState, learnt: list[object]) -> None:
     jobs, job = jobs_with(state)
@@ -269,7 +254,7 @@ def test_a_job_that_is_dropped_is_cancelled_or_runs_to_its_end(state: JobState, 
 
 
 @pytest.mark.parametrize("end", ["time_out", "close"])
-@pytest.mark.parametrize("state", JobState)
+@pytest.mark.parametrize("state", JobState, ids=by_name)
 def test_a_wrong_event_does_not_change_a_jobs_state(state: JobState, end: str) -> None:
     jobs, job = jobs_with(state)
 
@@ -291,7 +276,7 @@ def test_a_wrong_event_does_not_change_a_jobs_state(state: JobState, end: str) -
         assert picture() == before
 
 
-@pytest.mark.parametrize(("state", "event"), [*product(RequestState, RequestEvent)])
+@pytest.mark.parametrize(("state", "event"), [*product(RequestState, RequestEvent)], ids=by_name)
 def test_a_wrong_event_does_not_change_a_requests_state(state: RequestState, event: RequestEvent) -> None:
     ways = {
         RequestState.SEEN: [],

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.slots import SlotPool
 from kvoffload.core.state import LoadResults, Policy
 from kvoffload.model import facts
 from kvoffload.model.causes import (
@@ -37,31 +38,16 @@ from kvoffload.model.events import (
     TierCopyEnded,
 )
 from kvoffload.model.groups import AttentionKind, GroupSpec
-from kvoffload.model.ids import (
-    NULL_BLOCK,
-    BlockKey,
-    DeviceBlockId,
-    GroupId,
-    JobId,
-    Rank,
-    RequestId,
-    SlotId,
-)
-from kvoffload.model.wire import (
-    AnyJob,
-    DeviceJob,
-    Direction,
-    JobReport,
-    Tier,
-    TransferPlan,
-    TransferReport,
-)
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, JobId, Rank, RequestId, SlotId
+from kvoffload.model.wire import AnyJob, DeviceJob, Direction, JobReport, Tier, TransferPlan, TransferReport
 from tests.core.audit import audit
 from tests.core.fingerprint import fingerprint
 from tests.keys import block_key
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 GARBAGE = BlockKey(b"garbage")
+# Three whole blocks of `full()`, and one more token, which the engine must compute.
+TEXT = "abcdefghijklm"
 
 E = TypeVar("E", bound=Event)
 
@@ -90,8 +76,11 @@ def key_at(text: str, end: int, group: int = 0) -> BlockKey:
 
 
 def keys_of(text: str, group: GroupSpec) -> list[BlockKey]:
-    size = group.block_tokens
-    return [key_at(text, end, group.group) for end in range(size, len(text) + 1, size)]
+    return [key_of(text, group, position) for position in range(len(text) // group.block_tokens)]
+
+
+def key_of(text: str, group: GroupSpec, position: int) -> BlockKey:
+    return key_at(text, (position + 1) * group.block_tokens, group.group)
 
 
 def handle(core: OffloadCore, fact: facts.Fact) -> None:
@@ -164,6 +153,13 @@ def _blocks_gained(event: Event) -> int:
     return 0
 
 
+def _by_outcome(ended: Iterable[StoreEnded | LoadEnded]) -> dict[Any, int]:
+    blocks: Counter[object] = Counter()
+    for event in ended:
+        blocks[event.outcome] += event.blocks
+    return dict(blocks)
+
+
 class DevicePool:
     """Device blocks: their owners, their leases, their entries in the engine's index, and their contents."""
 
@@ -177,7 +173,6 @@ class DevicePool:
         self.keys: dict[DeviceBlockId, BlockKey] = {}
         self.index: dict[BlockKey, dict[DeviceBlockId, None]] = {}
         self.bytes: list[dict[DeviceBlockId, BlockKey]] = [{} for _ in range(ranks)]
-        self.is_hashed = True
 
     # -- what the core borrows ----------------------------------------------------------------------------------
 
@@ -194,7 +189,7 @@ class DevicePool:
         return len(self.free)
 
     def keys_of(self, blocks: Sequence[DeviceBlockId]) -> list[BlockKey | None]:
-        return [self.keys.get(block) if self.is_hashed else None for block in blocks]
+        return [self.keys.get(block) for block in blocks]
 
     def block_of(self, key: BlockKey) -> DeviceBlockId | None:
         return next(iter(self.index.get(key, ())), None)
@@ -227,6 +222,10 @@ class DevicePool:
         """Empty the engine's own prefix cache."""
         self.keys.clear()
         self.index.clear()
+
+    def contents(self, block: DeviceBlockId) -> list[BlockKey]:
+        """Return what each rank holds in this block."""
+        return [held[block] for held in self.bytes]
 
     def problems(self) -> list[str]:
         used = {block for counts in (self.held, self.leased) for block in counts}
@@ -303,14 +302,13 @@ class World:
         step_tokens: int = 8,
         promises: Promises | None = None,
         is_growing: bool = False,
-        boundaries: bool = True,
     ) -> None:
         self.groups = groups or (full(),)
         self.ranks = [Rank(rank) for rank in range(ranks)]
         shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
         self.shape = shape
         self.device = DevicePool(device, ranks)
-        self.core = self._make_core(Policy(policy, least, boundaries))
+        self.core = self._make_core(Policy(policy, least))
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
         # The slots that were corrupted silently, by rank.
         self.rotten: set[tuple[int, SlotId]] = set()
@@ -428,13 +426,17 @@ class World:
         self.tell(facts.BlocksAllocated(request.name, tables, device, external))
         return True
 
-    def preempt(self, request: Req, *, tell: bool = True) -> None:
+    def preempt(self, request: Req) -> None:
         """Preempt a running request and free its blocks. The next step reports the preemption to the core."""
         self.device.unhold(request.held())
         request.tables, request.computed, request.state = [], 0, "waiting"
         self.late.pop(request.name, None)
-        if tell:
-            self.preempted.append(request.name)
+        self.preempted.append(request.name)
+
+    def preempt_and_step(self, request: Req) -> None:
+        """Preempt a request, and report this to the core."""
+        self.preempt(request)
+        self.idle_step()
 
     def end(self, request: Req) -> None:
         holds = request.state == "running"
@@ -524,11 +526,9 @@ class World:
         self._settle()
         return plan
 
-    def run(self, request: Req, *, until: int | None = None) -> None:
-        """Run steps until the request has computed its text, or the first `until` tokens. Another step then
-        reports the progress to the core.
-        """
-        target = until or len(request.text)
+    def run(self, request: Req) -> None:
+        """Run steps until the request has computed its text. Another step then reports the progress to the core."""
+        target = len(request.text)
         while request.computed < target:
             self.step(request)
         self.step(request, tokens=1)
@@ -539,10 +539,18 @@ class World:
         self.admit(request)
         return request
 
-    def computed(self, name: str = "a", text: str = "abcdefghijklm") -> Req:
+    def computed(self, name: str = "a", text: str = TEXT) -> Req:
         """Return a new request that has computed its prompt, and whose stores are open."""
         request = self.admitted(name, text)
         self.run(request)
+        return request
+
+    def loading(self, name: str = "a", text: str = TEXT) -> Req:
+        """Return a new request whose load is open, even if another request is loading the same blocks."""
+        request = self.add(name, text)
+        self.admit(request, may_wait=False)
+        self.step()
+        assert request.state == "loading"
         return request
 
     def load_and_run(self, request: Req) -> None:
@@ -577,16 +585,20 @@ class World:
         self, rank: int, job: JobId, outcome: CopyOutcome = DONE, corrupt: tuple[int, ...] = ()
     ) -> None:
         """End one rank's copy. The bytes are not copied before this call."""
-        copy = self.copies[job]
-        assert copy.job.tier is Tier.HOST
-        if outcome is DONE and copy.job.direction is not Direction.STORE:
-            corrupt = tuple(place for place, slot in enumerate(copy.job.slots) if (rank, slot) in self.rotten)
+        copied = self._end_copy(rank, job)
+        assert copied.tier is Tier.HOST
+        if outcome is DONE and copied.direction is not Direction.STORE:
+            corrupt = tuple(place for place, slot in enumerate(copied.slots) if (rank, slot) in self.rotten)
             outcome = CORRUPT if corrupt else DONE
+        self._move_bytes(rank, copied, outcome, corrupt)
+        self._tell_report(rank, JobReport(job, copied.direction, outcome, 0, 0.0, 0.0, corrupt))
+
+    def _end_copy(self, rank: int, job: JobId) -> AnyJob:
+        copy = self.copies[job]
         copy.running.remove(Rank(rank))
         if not copy.running:
             del self.copies[job]
-        self._move_bytes(rank, copy.job, outcome, corrupt)
-        self._tell_report(rank, JobReport(job, copy.job.direction, outcome, 0, 0.0, 0.0, corrupt))
+        return copy.job
 
     def _tell_report(self, rank: int, *parts: JobReport) -> None:
         self.last_reports[Rank(rank)] = TransferReport(
@@ -597,6 +609,11 @@ class World:
     def _reachable(self, rank: int) -> dict[str, Any]:
         """Return which lower tiers the rank reports as working."""
         return {}
+
+    def report_all(self, rank: int, outcome: CopyOutcome = DONE) -> None:
+        """End one rank's copies of all open jobs."""
+        for job in self.open_jobs():
+            self.report(rank, job, outcome)
 
     def repeat_report(self, rank: int) -> None:
         """Report a rank's last copy a second time. The duplicate must change nothing."""
@@ -618,8 +635,9 @@ class World:
             if (record := jobs.open.get(job)) and record.state is JobState.SUBMITTED
         ]
 
-    def overdue(self, job: JobId) -> None:
-        self.tell(facts.JobOverdue(job))
+    def overdue(self, *jobs: JobId) -> None:
+        for job in jobs:
+            self.tell(facts.JobOverdue(job))
 
     def lose(self, key: BlockKey) -> None:
         """Remove a block from the host without an event."""
@@ -652,20 +670,20 @@ class World:
         return [event for event in self.log if isinstance(event, kind)]
 
     def stores(self) -> dict[StoreOutcome, int]:
-        counts: Counter[StoreOutcome] = Counter()
-        for event in self.reported(StoreEnded):
-            counts[event.outcome] += event.blocks
-        return dict(counts)
+        return _by_outcome(self.reported(StoreEnded))
 
     def loads(self) -> dict[LoadOutcome, int]:
-        counts: Counter[LoadOutcome] = Counter()
-        for event in self.reported(LoadEnded):
-            counts[event.outcome] += event.blocks
-        return dict(counts)
+        return _by_outcome(self.reported(LoadEnded))
 
     def miss(self) -> MissCause | None:
         """Return why the last admission's lookup did not find more blocks."""
         return self.reported(LookupAnswered)[-1].cause
+
+    def next_miss(self, text: str = TEXT) -> MissCause | None:
+        """Empty the device's cache and admit a new request; return why it did not find more blocks."""
+        self.device.forget_keys()
+        self.admitted("next", text)
+        return self.miss()
 
     def offered(self) -> int:
         return sum(event.blocks for event in self.reported(BlocksOffered))
@@ -678,15 +696,22 @@ class World:
         index = self.core.state.pool.index
         return "".join("x" if key in index else "." for key in keys_of(text, self.groups[group]))
 
+    @property
+    def pool(self) -> SlotPool:
+        return self.core.state.pool
+
     def count(self, state: SlotState) -> int:
-        return self.core.state.pool.count(state)
+        return self.pool.count(state)
+
+    def eviction_order(self) -> list[BlockKey]:
+        return [self.pool.key(slot) or GARBAGE for slot in self.pool.order]
 
     def device_hit(self, request: Req) -> int:
         """Return the longest prefix on the device, by checking every length."""
         step = self.shape.alignment
         for length in range((len(request.text) - 1) // step * step, 0, -step):
             if all(
-                key_at(request.text, (position + 1) * group.block_tokens, group.group) in self.device.index
+                key_of(request.text, group, position) in self.device.index
                 for group in self.groups
                 for position in needed_blocks(group, length)
             ):
@@ -707,7 +732,7 @@ class World:
             if position < first:
                 table.append(NULL_BLOCK)
             elif position < device // size:
-                found = self.device.block_of(key_at(request.text, (position + 1) * size, group.group))
+                found = self.device.block_of(key_of(request.text, group, position))
                 assert found is not None
                 table.append(found)
             else:
@@ -761,20 +786,17 @@ class World:
             for position in range(group.first_needed_token(start) // size, -(-start // size)):
                 want = key_at(text, min((position + 1) * size, start), group.group)
                 age = min(age, self.device_age[table[position]])
-                for held in self.device.bytes:
-                    assert held[table[position]] == want, (
-                        f"{request.name} reads {held[table[position]]!r}, not {want!r}"
-                    )
+                for held in self.device.contents(table[position]):
+                    assert held == want, f"{request.name} reads {held!r}, not {want!r}"
         for group, table in zip(self.groups, request.tables, strict=True):
             size = group.block_tokens
             first = (end - 1) // size if group.kind is AttentionKind.RECURRENT else start // size
             for position in range(first, -(-end // size)):
+                block, key = table[position], key_at(text, min((position + 1) * size, end), group.group)
                 has_older = position * size < start
-                self.device_age[table[position]] = (
-                    min(age, self.device_age[table[position]]) if has_older else age
-                )
-                for held in self.device.bytes:
-                    held[table[position]] = key_at(text, min((position + 1) * size, end), group.group)
+                self.device_age[block] = min(age, self.device_age[block]) if has_older else age
+                for each in self.device.bytes:
+                    each[block] = key
         request.computed = end
         self._name_blocks(request, states=False)
         if end == len(text):
@@ -787,18 +809,12 @@ class World:
                 continue
             for position in range(request.computed // group.block_tokens):
                 if table[position] != NULL_BLOCK and table[position] not in self.device.keys:
-                    self.device.name(
-                        table[position],
-                        key_at(request.text, (position + 1) * group.block_tokens, group.group),
-                    )
+                    self.device.name(table[position], key_of(request.text, group, position))
 
     def _new_keys(self, request: Req) -> tuple[tuple[BlockKey, ...], ...]:
         known = [keys_of(request.text, group) for group in self.groups]
-        new = tuple(
-            tuple(keys[reported:]) for keys, reported in zip(known, request.reported_keys, strict=True)
-        )
-        request.reported_keys = [len(keys) for keys in known]
-        return new
+        reported, request.reported_keys = request.reported_keys, list(map(len, known))
+        return tuple(tuple(keys[old:]) for keys, old in zip(known, reported, strict=True))
 
     def _move_bytes(self, rank: int, job: DeviceJob, outcome: CopyOutcome, corrupt: tuple[int, ...]) -> None:
         device, host = self.device.bytes[rank], self.host[rank]
@@ -814,10 +830,8 @@ class World:
                 self.device_age[block] = self.host_age[slot]
 
     def _loads_ended(self, results: LoadResults) -> None:
-        for name in results.loaded:
-            self._load_ended(name, loaded=True)
-        for name in results.failed:
-            self._load_ended(name, loaded=False)
+        for name in (*results.loaded, *results.failed):
+            self._load_ended(name, loaded=name in results.loaded)
 
     def _load_ended(self, name: str, *, loaded: bool) -> None:
         """Handle the end of a load. Check that the end is reported exactly once, even for requests that have ended."""
@@ -838,8 +852,13 @@ class World:
     def _check_loaded(self, request: Req) -> None:
         for group, table in zip(self.groups, request.tables, strict=True):
             for position in needed_blocks(group, request.computed):
-                want = key_at(request.text, (position + 1) * group.block_tokens, group.group)
-                for held in self.device.bytes:
-                    assert held[table[position]] == want, (
-                        f"{request.name} was served {held[table[position]]!r}"
-                    )
+                want = key_of(request.text, group, position)
+                for held in self.device.contents(table[position]):
+                    assert held == want, f"{request.name} was served {held!r}"
+
+
+def cached(*groups: GroupSpec, text: str = TEXT, **options: Any) -> World:  # noqa: ANN401  # the world's own
+    """Return a world with a text on the host but not on the device."""
+    world = World(*groups, **options)
+    world.only_on_host(text)
+    return world

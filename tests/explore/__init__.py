@@ -5,5 +5,4 @@
 * programs.py: the possible next actions, and how they are run
 * invariants.py: one check per rule in addition to the checks of `World`, and the checks at the end
 * search.py: breadth-first search over pickled scenes; the first program that breaks a rule is a shortest one
-* report.py: prints a violation as a test
 """

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 
-from tests.explore.report import as_test
 from tests.explore.search import Found, explore
 from tests.explore.worlds import WORLDS
 
@@ -18,21 +17,20 @@ STATES = 50_000
 def main() -> int:
     options = _options()
     began = time.monotonic()
-    found: dict[str, Found] = {}
+    found = list[Found]()
     names = options.worlds or list(WORLDS)
     # Each world runs in a process of its own, because its states take some hundred megabytes.
     with multiprocessing.Pool(min(options.processes, len(names)), maxtasksperchild=1) as pool:
         tasks = [(name, options.states) for name in names]
         for name, seen in pool.imap_unordered(_explore, tasks, chunksize=1):
-            found[name] = seen
+            found.append(seen)
             print(_line(name, seen), flush=True)
             if seen.violation is not None:
-                print(f"\n{seen.violation.problem}\n\n{as_test(name, seen.violation)}", flush=True)
-    violations = sum(seen.violation is not None for seen in found.values())
-    states = sum(seen.states for seen in found.values())
-    transitions = sum(seen.transitions for seen in found.values())
-    ends = sum(seen.ends for seen in found.values())
-    print(f"{time.monotonic() - began:.0f} s; {ends} of the states were led to their end")
+                print(f"\n{seen.violation.problem}\n\n{seen.violation.as_test(name)}", flush=True)
+    violations = sum(seen.violation is not None for seen in found)
+    states, transitions = sum(seen.states for seen in found), sum(seen.transitions for seen in found)
+    ends = sum(seen.ends for seen in found)
+    print(f"{time.monotonic() - began:.0f} s; {ends} of the states were run to their end")
     print(f"states {states}, transitions {transitions}, violations {violations}")
     return 1 if violations else 0
 

@@ -17,7 +17,7 @@ from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, JobId, Rank, RequestId, SlotId
 from kvoffload.model.wire import NOTHING, Direction, Tier, TransferPlan
-from tests.core.world import key_at, left_behind
+from tests.core.world import key_of, left_behind
 
 if TYPE_CHECKING:
     from kvoffload.core.tiers import LowerTier
@@ -32,19 +32,12 @@ _OPEN_LOAD = (JobState.PLANNED, JobState.SUBMITTED)
 
 @dataclass(frozen=True)
 class Before:
-    """The state before an action, for comparison.
+    """The state before an action, for comparison."""
 
-    Args:
-        evictable: slots that may be evicted, with their keys.
-        pinned: keys of slots that a lookup or a load has pinned.
-        resets: the number of resets so far.
-        unusable: lower tiers on which no job can start, and the jobs open on them.
-    """
-
-    evictable: dict[SlotId, BlockKey]
-    pinned: dict[SlotId, BlockKey]
-    resets: int
-    unusable: dict[Tier, set[JobId]]
+    evictable: dict[SlotId, BlockKey]  # slots that may be evicted, with their keys
+    pinned: dict[SlotId, BlockKey]  # keys of slots that a lookup or a load has pinned
+    resets: int  # the number of resets so far
+    unusable: dict[Tier, set[JobId]]  # lower tiers on which no job can start, and the jobs open on them
 
     @classmethod
     def of(cls, scene: Scene) -> Before:
@@ -101,7 +94,7 @@ def _check_tables(scene: Scene) -> None:
             for place, block in enumerate(blocks[: record.confirmed_tokens // group.block_tokens]):
                 if block != NULL_BLOCK and block in world.device.held:
                     holds = world.device.bytes[0][block]
-                    key = key_at(request.text, (place + 1) * group.block_tokens, group.group)
+                    key = key_of(request.text, group, place)
                     assert holds == key, f"R7: block {block} is recorded for {key!r} but holds {holds!r}"
 
 
@@ -111,10 +104,8 @@ def _check_eviction_order(scene: Scene, before: Before) -> None:
         return
     pool = scene.world.core.state.pool
     index = pool.index
-    good = {
-        slot: key for slot, key in before.evictable.items() if pool.state(slot) is not SlotState.QUARANTINED
-    }
-    gone = [key for slot, key in good.items() if pool.key(slot) != key]
+    lost = {slot: key for slot, key in before.evictable.items() if pool.key(slot) != key}
+    gone = [key for slot, key in lost.items() if pool.state(slot) is not SlotState.QUARANTINED]
     stayed = [key for slot, key in before.evictable.items() if index.get(key) == slot and slot in pool.order]
     for head in gone:
         text, group = head[:-4], int.from_bytes(head[-4:], "big")
@@ -149,14 +140,10 @@ def _check_tiers(scene: Scene, before: Before) -> None:
     ways = Counter(
         (key, job.tier if job.direction is Direction.STORE else None) for job in jobs for key in job.keys
     )
-    assert max(ways.values(), default=1) == 1, f"R14: a key is under way twice: {ways}"
-    read = [
-        state.pool.state(slot)
-        for job in state.jobs.open.values()
-        if isinstance(job, Spill)
-        for slot in job.slots
-    ]
-    assert {*read} <= _KEPT, f"R4, R10: host slots that a spill may still read are {read}"
+    assert max(ways.values(), default=1) == 1, f"R14: a key is being copied twice: {ways}"
+    spills = [job for job in state.jobs.open.values() if isinstance(job, Spill)]
+    read = {state.pool.state(slot) for job in spills for slot in job.slots}
+    assert read <= _KEPT, f"R4, R10: host slots that a spill may still read are {read}"
     fetched, budget = sum(tier.fetching for tier in state.tiers), max(state.pool.capacity // 4, 1)
     assert fetched <= budget, f"{fetched} blocks are fetched, {budget} may be"
     for tier in state.tiers:
@@ -170,8 +157,8 @@ def _check_store(world: RemoteWorld) -> None:
     for job in state.jobs.open.values():
         is_there = job.tier is not Tier.REMOTE or job.settled or job.extra == remote.namespace != ""
         assert is_there, f"R18: job {job.id} is of the generation {job.extra!r}, not {remote.namespace!r}"
-    assert not remote.pool.index or remote.namespace, "R18: blocks are known of no generation"
-    assert not remote.asks, "what the remote tier must be asked was not taken"
+    assert not remote.pool.index or remote.namespace, "R18: blocks are known without a generation"
+    assert not remote.asks, "queries for the remote tier were not taken"
 
 
 def _check_disk(scene: Scene, world: DiskWorld) -> None:
@@ -183,14 +170,14 @@ def _check_disk(scene: Scene, world: DiskWorld) -> None:
         is_off = disk.pool.state(place) in (SlotState.DRAINING, SlotState.QUARANTINED)
         assert is_off, f"R16: place {place} is allocated again"
     for put in world.index.values():
-        assert len(put.sums) == len(world.ranks), f"R4: {put} is not of every rank"
+        assert len(put.sums) == len(world.ranks), f"R4: {put} lacks a rank's checksum"
 
 
 def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: bool) -> None:
     state = scene.world.core.state
     record = state.requests.live.get(scene.world.requests[name].name)
     assert record is not None, f"{name} is unknown"
-    assert answer is not None or is_patient, "R14: 'not yet' to one that may not wait"
+    assert answer is not None or is_patient, "R14: 'not yet' to a request that may not wait"
     assert not (record.load_failed and answer), "R9: a hit for a request whose load failed"
     assert not (state.degraded and answer), "R12: a hit while offloading is off"
     others = {
@@ -204,9 +191,8 @@ def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: boo
     assert bool(pinned) == bool(answer), f"R1: answered {answer}, pinned {pinned}"
     assert not is_patient or others.isdisjoint(pinned), "R14: loads what another request is loading"
     below = record.awaits_answer or any(tier.fetching for tier in state.tiers)
-    assert answer is not None or others or state.requests.loading or below, (
-        "R14: 'not yet' with nothing to wait for"
-    )
+    has_reason = others or state.requests.loading or below
+    assert answer is not None or has_reason, "R14: 'not yet' with nothing to wait for"
 
 
 def check_reset(scene: Scene) -> None:
@@ -217,7 +203,7 @@ def check_reset(scene: Scene) -> None:
 
 
 def check_repeated(scene: Scene, rank: Rank) -> None:
-    """R4: check that a duplicate report changes nothing and causes no event."""
+    """R4: check that a duplicate report causes no event."""
     world = scene.world
     events = len(world.log)
     world.tell(facts.TransferReported(world.last_reports[rank]))
@@ -245,8 +231,7 @@ def _note_store(scene: Scene, entry: tuple[RequestId, int, BlockKey]) -> None:
 
 
 def check_end(scene: Scene) -> None:
-    """End all copies; check that no request waits forever and nothing is left. The scene cannot be used
-    afterwards.
+    """End all copies; check that no request waits forever and nothing is left. This uses up the scene.
 
     R9, R14: without open copies, every lookup has an answer, and no request is loading. R16: abandoned copies
     do not count as pending work. R11: after the last copy has ended, everything is released.

@@ -314,4 +314,4 @@ _ACTS: dict[str, Callable[..., object]] = {
     "rename": _rename,
 }
 _FREE = ("add", "lookup", "allocate", "step", "end", "report", "open", "works", "answer", "reach")
-"""the other actions are faults, of which a world has a limited number"""
+"""All other actions are faults, of which a world has a limited number."""

@@ -30,27 +30,20 @@ _CONSTANT = frozenset((EngineShape, Policy, SmallWorld))
 
 @dataclass
 class Scene:
-    """A world between two actions.
-
-    Args:
-        kind: the kind of world.
-        world: the engine, its ranks and the core.
-        unseen: requests that have not arrived yet.
-        left: how often each kind of fault may still happen.
-        found: each request's last lookup answer (tokens on the device and on the host), until the allocation.
-        stored: how often each incarnation of a request stored a key; R8 allows two times.
-        abandoned: host slots under an abandoned store or fetch, or under a hanging read. They are never
-            allocated again (R16).
-        places_abandoned: disk slots under a hanging or abandoned write.
-    """
+    """A world between two actions."""
 
     kind: SmallWorld
-    world: World
-    unseen: list[str]
-    left: dict[str, int]
+    world: World  # the engine, its ranks and the core
+    unseen: list[str]  # requests that have not arrived yet
+    left: dict[str, int]  # how often each kind of fault may still happen
+    # Each request's last lookup answer (tokens on the device and on the host), until the allocation.
     found: dict[str, tuple[int, int]] = field(default_factory=dict)
+    # How often each incarnation of a request stored a key; R8 allows two times.
     stored: Counter[tuple[RequestId, int, BlockKey]] = field(default_factory=Counter)
+    # Host slots under an abandoned store or fetch, or under a hanging read. They are never allocated
+    # again (R16).
     abandoned: set[SlotId] = field(default_factory=set)
+    # Disk slots under a hanging or abandoned write.
     places_abandoned: set[SlotId] = field(default_factory=set)
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections import deque
 from dataclasses import dataclass
 
@@ -20,35 +21,39 @@ States in which only an empty step is possible are always run to the end.
 
 @dataclass(frozen=True)
 class Violation:
-    """A shortest program that breaks a rule, and the error.
-
-    Args:
-        at_end: whether the error appears only after all work is done.
-    """
+    """A shortest program that breaks a rule, and the error, which may appear only after all work is done."""
 
     program: tuple[Action, ...]
     problem: str
     at_end: bool
 
+    def as_test(self, world: str) -> str:
+        """Return the source of a test that runs the program, in the world with this name."""
+        steps = "".join(f"        {action!r},\n" for action in self.program)
+        program = f"[\n{steps}    ]" if steps else "[]"
+        replayed = f"replay(Scene.first(WORLDS[{world!r}]), program)"
+        return (
+            "from tests.explore.invariants import check_end\n"
+            "from tests.explore.programs import replay\n"
+            "from tests.explore.scene import Scene\n"
+            "from tests.explore.worlds import WORLDS\n"
+            "\n\n"
+            f"def test_{re.sub(r'[^a-z]+', '_', world)}() -> None:\n"
+            f"    # {self.problem}\n"
+            f"    program = {program}\n"
+            f"    {f'check_end({replayed})' if self.at_end else replayed}\n"
+        )
+
 
 @dataclass
 class Found:
-    """The result of an exploration.
+    """The result of an exploration."""
 
-    Args:
-        states: the number of different states.
-        transitions: the number of actions.
-        ends: the number of states that were run to their end.
-        depth: the length of the longest program.
-        is_exhausted: whether all states were reached.
-        violation: the first violation, if any.
-    """
-
-    states: int = 1
-    transitions: int = 0
-    ends: int = 0
-    depth: int = 0
-    is_exhausted: bool = False
+    states: int = 1  # the number of different states
+    transitions: int = 0  # the number of actions between them
+    ends: int = 0  # the number of states that were run to their end
+    depth: int = 0  # the length of the longest program
+    is_exhausted: bool = False  # whether all states were reached
     violation: Violation | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,37 +18,30 @@ LONG, SHORT, OTHER = "abcdefghi", "abcde", "xyzuvwrst"
 
 @dataclass(frozen=True)
 class SmallWorld:
-    """One world to explore.
-
-    Args:
-        groups: the KV cache groups.
-        texts: the requests that may arrive, each once.
-        often: how often each kind of fault may happen. Other kinds never happen.
-        served: texts that were stored before and are no longer on the device.
-        ranks, device, host, policy, report_every: as in `World`. With "grow", only one slot is ready at
-            first.
-        disk: as in `DiskWorld`; 0 for no disk.
-        on_disk: texts that an earlier process left on the disk. With "open", the exploration also reads the
-            index.
-        hints: as in `RemoteWorld`; 0 for no store.
-        in_store: texts that another engine has written to the remote tier.
-        after_hits: how often lookups must find a block before it is written to the disk or the remote tier.
-    """
+    """One world to explore."""
 
     groups: tuple[GroupSpec, ...] = (full(),)
+    # The requests that may arrive, each once.
     texts: Mapping[str, str] = field(default_factory=lambda: {"a": LONG, "b": LONG})
-    often: Mapping[str, int] = field(default_factory=dict)
-    served: tuple[str, ...] = ()
+    faults: str = ""  # which faults may happen, each as often as it is named here
+    served: tuple[str, ...] = ()  # texts that were stored before and are no longer on the device
+    # As in `World`. With the fault "grow", only one slot is ready at first.
     ranks: int = 1
     device: int = 6
     host: int = 2
     policy: str = "eager"
     report_every: int = 1
-    disk: int = 0
+    disk: int = 0  # as in `DiskWorld`; 0 for no disk
+    # Texts that an earlier process left on the disk. With "open", the exploration also reads the index.
     on_disk: tuple[str, ...] = ()
-    hints: int = 0
-    in_store: tuple[str, ...] = ()
+    hints: int = 0  # as in `RemoteWorld`; 0 for no store
+    in_store: tuple[str, ...] = ()  # texts that another engine has written to the remote tier
+    # How often lookups must find a block before it is written to the disk or the remote tier.
     after_hits: int = 1
+
+    @property
+    def often(self) -> Counter[str]:
+        return Counter(self.faults.split())
 
     def build(self) -> World:
         world = self._after(self._first_life(), self._other_engine())
@@ -112,10 +106,6 @@ class SmallWorld:
         }
 
 
-def _once(*faults: str) -> dict[str, int]:
-    return dict.fromkeys(faults, 1)
-
-
 _BOTH = (full(), window(5, group=1))
 _WINDOW = (window(5),)
 _STATES = (recurrent(), full(group=1))
@@ -123,89 +113,68 @@ _ONE = {"a": LONG}
 
 WORLDS: Mapping[str, SmallWorld] = {
     # stores into a host that is empty at the start
-    "one request": SmallWorld(texts=_ONE, often=_once("fail", "late", "reset", "preempt", "grow")),
-    "two requests": SmallWorld(often=_once("fail")),
-    "churn": SmallWorld(texts={"a": LONG, "b": OTHER}, often=_once("preempt"), host=1),
-    "two ranks": SmallWorld(texts=_ONE, often={"fail": 2, "late": 1, "reset": 1}, ranks=2),
-    "a name used again": SmallWorld(often=_once("again", "fail", "late", "preempt"), device=8, host=3),
-    "window": SmallWorld(_WINDOW, {"a": "abcdefghijklmnopq"}, _once("preempt", "fail", "reset"), device=4),
+    "one request": SmallWorld(texts=_ONE, faults="fail late reset preempt grow"),
+    "two requests": SmallWorld(faults="fail"),
+    "churn": SmallWorld(texts={"a": LONG, "b": OTHER}, faults="preempt", host=1),
+    "two ranks": SmallWorld(texts=_ONE, faults="fail fail late reset", ranks=2),
+    "a name used again": SmallWorld(faults="again fail late preempt", device=8, host=3),
+    "window": SmallWorld(_WINDOW, {"a": "abcdefghijklmnopq"}, "preempt fail reset", device=4),
     "window churn": SmallWorld(_WINDOW, {"a": LONG, "b": OTHER}, device=6),
-    "lazy": SmallWorld(texts={"a": LONG, "b": OTHER}, policy="lazy", often=_once("fail"), device=18, host=3),
-    "late reports": SmallWorld(report_every=2, often=_once("preempt"), device=16),
-    "states": SmallWorld(_STATES, _ONE, _once("fail", "late", "reset", "preempt", "grow"), device=10, host=4),
-    "states of two": SmallWorld(_STATES, often=_once("preempt", "fail"), device=14, host=3),
+    "lazy": SmallWorld(texts={"a": LONG, "b": OTHER}, policy="lazy", faults="fail", device=18, host=3),
+    "late reports": SmallWorld(report_every=2, faults="preempt", device=16),
+    "states": SmallWorld(_STATES, _ONE, "fail late reset preempt grow", device=10, host=4),
+    "states of two": SmallWorld(_STATES, faults="preempt fail", device=14, host=3),
     # loads, and requests that wait for loads; at the start, the prefix is on the host
-    "a load": SmallWorld(
-        texts=_ONE, served=(LONG,), often=_once("fail", "late", "reset", "preempt", "corrupt")
-    ),
-    "a load on two ranks": SmallWorld(
-        texts=_ONE, served=(LONG,), often=_once("fail", "late", "reset", "corrupt"), ranks=2
-    ),
-    "sharing a load": SmallWorld(served=(LONG,), often=_once("fail", "late")),
+    "a load": SmallWorld(texts=_ONE, served=(LONG,), faults="fail late reset preempt corrupt"),
+    "a load on two ranks": SmallWorld(texts=_ONE, served=(LONG,), faults="fail late reset corrupt", ranks=2),
+    "sharing a load": SmallWorld(served=(LONG,), faults="fail late"),
     "three share a load": SmallWorld(texts={"a": LONG, "b": LONG, "c": SHORT}, served=(LONG,), device=9),
-    "reset under a load": SmallWorld(served=(LONG,), often=_once("reset")),
+    "reset under a load": SmallWorld(served=(LONG,), faults="reset"),
     "loads and evictions": SmallWorld(
         texts={"a": LONG, "b": OTHER, "c": SHORT}, served=(LONG,), device=9, host=3
     ),
-    "a window's load": SmallWorld(_WINDOW, served=(LONG,), often=_once("fail", "preempt"), device=7),
-    "full and window": SmallWorld(_BOTH, served=(LONG,), often=_once("fail", "reset"), device=14, host=4),
-    "a state's load": SmallWorld(
-        _STATES, _ONE, _once("fail", "reset", "preempt", "corrupt"), (LONG,), device=10, host=4
-    ),
-    "sharing a state's load": SmallWorld(_STATES, served=(LONG,), often=_once("fail"), device=14, host=4),
-    "lazy load": SmallWorld(policy="lazy", served=(LONG,), often=_once("reset", "corrupt"), device=18),
+    "a window's load": SmallWorld(_WINDOW, served=(LONG,), faults="fail preempt", device=7),
+    "full and window": SmallWorld(_BOTH, served=(LONG,), faults="fail reset", device=14, host=4),
+    "a state's load": SmallWorld(_STATES, _ONE, "fail reset preempt corrupt", (LONG,), device=10, host=4),
+    "sharing a state's load": SmallWorld(_STATES, served=(LONG,), faults="fail", device=14, host=4),
+    "lazy load": SmallWorld(policy="lazy", served=(LONG,), faults="reset corrupt", device=18),
     # spills, fetches, and restarts in a new process; with 8 host slots, a fetch may copy 2 blocks
-    "spills": SmallWorld(
-        texts=_ONE, often=_once("fail", "late", "reset", "hang", "corrupt"), host=3, disk=2, after_hits=0
-    ),
+    "spills": SmallWorld(texts=_ONE, faults="fail late reset hang corrupt", host=3, disk=2, after_hits=0),
     "spills on two ranks": SmallWorld(
-        texts=_ONE, often=_once("fail", "late", "hang", "corrupt"), ranks=2, host=2, disk=2, after_hits=0
+        texts=_ONE, faults="fail late hang corrupt", ranks=2, host=2, disk=2, after_hits=0
     ),
     "a spill over another": SmallWorld(
-        texts={"a": SHORT, "b": OTHER}, often=_once("restart", "spoil"), device=8, disk=1, after_hits=0
+        texts={"a": SHORT, "b": OTHER}, faults="restart spoil", device=8, disk=1, after_hits=0
     ),
-    "spills of what was found again": SmallWorld(
-        served=(LONG,), often=_once("fail", "reset", "restart"), host=3, disk=2
-    ),
+    "spills of what was found again": SmallWorld(served=(LONG,), faults="fail reset restart", host=3, disk=2),
     "a fetch": SmallWorld(
-        texts=_ONE,
-        on_disk=(LONG,),
-        often=_once("fail", "late", "reset", "corrupt", "hang", "restart"),
-        host=8,
-        disk=3,
+        texts=_ONE, on_disk=(LONG,), faults="fail late reset corrupt hang restart", host=8, disk=3
     ),
     "a fetch on two ranks": SmallWorld(
-        texts=_ONE, on_disk=(LONG,), often=_once("fail", "late", "spoil", "corrupt"), ranks=2, host=8, disk=2
+        texts=_ONE, on_disk=(LONG,), faults="fail late spoil corrupt", ranks=2, host=8, disk=2
     ),
-    "sharing a fetch": SmallWorld(on_disk=(LONG,), often=_once("fail", "late", "spoil"), host=8, disk=2),
+    "sharing a fetch": SmallWorld(on_disk=(LONG,), faults="fail late spoil", host=8, disk=2),
     "fetches and evictions": SmallWorld(
-        texts={"a": LONG, "b": OTHER}, on_disk=(LONG,), often=_once("spoil"), device=8, host=2, disk=3
+        texts={"a": LONG, "b": OTHER}, on_disk=(LONG,), faults="spoil", device=8, host=2, disk=3
     ),
     "a window's fetch": SmallWorld(
-        _WINDOW, _ONE, _once("fail", "reset", "restart"), device=7, host=8, disk=2, on_disk=(LONG,)
+        _WINDOW, _ONE, "fail reset restart", device=7, host=8, disk=2, on_disk=(LONG,)
     ),
     "a state's fetch": SmallWorld(
-        _STATES, _ONE, _once("fail", "corrupt", "preempt"), device=10, host=12, disk=4, on_disk=(LONG,)
+        _STATES, _ONE, "fail corrupt preempt", device=10, host=12, disk=4, on_disk=(LONG,)
     ),
     "a disk that opens": SmallWorld(
-        texts=_ONE,
-        on_disk=(LONG,),
-        often=_once("open", "reset", "close", "restart", "degrade"),
-        host=8,
-        disk=3,
-        after_hits=0,
+        texts=_ONE, on_disk=(LONG,), faults="open reset close restart degrade", host=8, disk=3, after_hits=0
     ),
     # A remote tier shared by several engines. The core queries the remote tier when a request arrives, and
     # the answer may be wrong or late.
-    "puts": SmallWorld(
-        texts=_ONE, often=_once("fail", "late", "reset", "full", "corrupt"), host=3, hints=3, after_hits=0
-    ),
+    "puts": SmallWorld(texts=_ONE, faults="fail late reset full corrupt", host=3, hints=3, after_hits=0),
     "puts on two ranks": SmallWorld(
-        texts=_ONE, often=_once("fail", "full", "lose"), ranks=2, host=3, hints=2, after_hits=0
+        texts=_ONE, faults="fail full lose", ranks=2, host=3, hints=2, after_hits=0
     ),
     "puts beside another writer": SmallWorld(
         texts={"a": SHORT, "b": OTHER},
-        often=_once("overwrite", "mute"),
+        faults="overwrite mute",
         device=8,
         host=4,
         hints=1,
@@ -213,50 +182,39 @@ WORLDS: Mapping[str, SmallWorld] = {
         after_hits=0,
     ),
     "a fetch from the store": SmallWorld(
-        texts=_ONE,
-        often=_once("fail", "late", "reset", "corrupt", "evict", "mute"),
-        host=8,
-        hints=3,
-        in_store=(LONG,),
+        texts=_ONE, faults="fail late reset corrupt evict mute", host=8, hints=3, in_store=(LONG,)
     ),
     "a fetch from the store on two ranks": SmallWorld(
-        texts=_ONE,
-        often=_once("fail", "late", "evict", "overwrite"),
-        ranks=2,
-        host=8,
-        hints=3,
-        in_store=(LONG,),
+        texts=_ONE, faults="fail late evict overwrite", ranks=2, host=8, hints=3, in_store=(LONG,)
     ),
-    "sharing a fetch from the store": SmallWorld(
-        often=_once("lie", "fail", "evict"), host=8, hints=3, in_store=(LONG,)
-    ),
+    "sharing a fetch from the store": SmallWorld(faults="lie fail evict", host=8, hints=3, in_store=(LONG,)),
     "a store that is lost": SmallWorld(
         texts=_ONE,
-        often={"lose": 2, "empty": 1, "rename": 1, "restart": 1, "reset": 1},
+        faults="lose lose empty rename restart reset",
         host=8,
         hints=3,
         in_store=(LONG,),
         after_hits=0,
     ),
     "a window's fetch from the store": SmallWorld(
-        _WINDOW, _ONE, _once("lie", "evict", "reset"), device=7, host=8, hints=4, in_store=(LONG,)
+        _WINDOW, _ONE, "lie evict reset", device=7, host=8, hints=4, in_store=(LONG,)
     ),
     "a state's fetch from the store": SmallWorld(
-        _STATES, _ONE, _once("fail", "evict", "preempt"), device=10, host=12, hints=5, in_store=(LONG,)
+        _STATES, _ONE, "fail evict preempt", device=10, host=12, hints=5, in_store=(LONG,)
     ),
     "disk and store": SmallWorld(
         texts=_ONE,
         on_disk=(SHORT,),
         in_store=(LONG,),
-        often=_once("fail", "late", "corrupt", "evict", "spoil", "reset", "restart"),
+        faults="fail late corrupt evict spoil reset restart",
         host=12,
         disk=2,
         hints=3,
     ),
     "spills to both": SmallWorld(
-        texts=_ONE, often=_once("fail", "lose", "reset", "hang"), host=3, disk=2, hints=2, after_hits=0
+        texts=_ONE, faults="fail lose reset hang", host=3, disk=2, hints=2, after_hits=0
     ),
     # In these worlds, the engine or the operator breaks the contract.
-    "switched off": SmallWorld(served=(LONG,), often=_once("degrade", "fail"), ranks=2),
-    "violations": SmallWorld(served=(LONG,), often=_once("violation", "preempt", "forget")),
+    "switched off": SmallWorld(served=(LONG,), faults="degrade fail", ranks=2),
+    "violations": SmallWorld(served=(LONG,), faults="violation preempt forget"),
 }

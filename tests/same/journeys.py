@@ -1,10 +1,10 @@
 """`make journeys`: lists the functions that a store, a load, a miss and a whole request enter.
 
-It prints Markdown tables for the reference engine and, if .venv/vllm exists, for a stock vLLM on the CPU. The
-tables contain only functions of kvoffload and its adapters, without comprehensions and without the reference
-engine itself. Each journey runs several times, and its table lists the functions that every run entered. Work
-done once for many messages, such as writing the journal's lines, is therefore left out. The code names only
-hooks, so that it also runs on the other commit of a comparison.
+It prints a Markdown table for the reference engine and, if .venv/vllm exists, one for a stock vLLM on the CPU. A
+table counts only functions of kvoffload and its adapters, without comprehensions and without the reference engine
+itself. Each journey runs several times, and only functions that every run entered count. Work done once for many
+messages, such as writing the journal's lines, is therefore left out. The code names only hooks, so that it also
+runs on the other commit of a comparison.
 """
 
 from __future__ import annotations
@@ -53,29 +53,19 @@ class Journey:
     """The function calls of a journey, by the hook or background thread that made the calls."""
 
     calls: dict[str, Counter[Function]] = field(default_factory=dict)
-    clock: dict[str, list[int]] = field(default_factory=dict)
-    """For each hook: how often each call of the hook read the clock."""
     threads: set[str] = field(default_factory=set)
 
     def of(self, hooks: Sequence[str], *, background: bool = False) -> Journey:
         """Return the calls made in these hooks, and optionally those of background threads."""
         threads = self.threads if background else set()
         kept = {place: calls for place, calls in self.calls.items() if place in hooks or place in threads}
-        return Journey(kept, {hook: self.clock[hook] for hook in hooks if hook in self.clock}, threads)
-
-    @property
-    def total(self) -> int:
-        return sum(calls.total() for calls in self.calls.values())
+        return Journey(kept, threads)
 
 
 def in_the_way(journeys: Sequence[Journey], place: str | None = None) -> set[Function]:
     """Return the functions that all of these journeys entered, anywhere or in one hook or thread (`place`)."""
     found = [
-        {
-            function
-            for where in ([place] if place else journey.calls)
-            for function in journey.calls.get(where, ())
-        }
+        {function for where, calls in journey.calls.items() if place in (None, where) for function in calls}
         for journey in journeys
     ]
     return set.intersection(*found)
@@ -95,11 +85,11 @@ class Tracer:
         threading.setprofile(None)
 
     @contextmanager
-    def record(self, journey: Journey | None = None) -> Iterator[Journey]:
-        self._journey = journey = journey or Journey()
+    def record(self, journey: Journey) -> Iterator[None]:
+        self._journey = journey
         sys.setprofile(self._seen)
         try:
-            yield journey
+            yield
         finally:
             sys.setprofile(None)
             self._journey = None
@@ -111,46 +101,28 @@ class Tracer:
             time.sleep(QUIET_S)
 
     def _seen(self, frame: FrameType, event: str, argument: object) -> None:
-        if not _is_ours(frame):
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("kvoffload") or module.startswith("kvoffload.engine"):
             return
+        depth = getattr(self._local, "depth", 0)
         if event == "call":
-            self._called(frame)
+            self._local.depth = depth + 1
+            self._called(frame, is_hook=depth == 0)
         elif event == "return":
-            self._local.depth = max(0, self._depth - 1)
-        elif event == "c_call" and getattr(argument, "__module__", None) == "time":
-            readings = self._journey.clock.get(self._local.place) if self._journey and self._depth else None
-            if readings:
-                readings[-1] += 1
+            self._local.depth = max(0, depth - 1)
 
-    @property
-    def _depth(self) -> int:
-        return getattr(self._local, "depth", 0)
-
-    def _called(self, frame: FrameType) -> None:
+    def _called(self, frame: FrameType, *, is_hook: bool) -> None:
         is_engine = threading.get_ident() == self._engine
-        if not is_engine:
-            self._background_calls += 1
-        is_hook = self._depth == 0
-        self._local.depth = self._depth + 1
+        self._background_calls += not is_engine
         if is_hook:
-            self._local.place = (
-                frame.f_code.co_name if is_engine else threading.current_thread().name.rstrip("-0123456789")
-            )
-        journey = self._journey
-        if journey is None or frame.f_code.co_name in _COMPREHENSIONS:
+            thread = threading.current_thread().name.rstrip("-0123456789")
+            self._local.place = frame.f_code.co_name if is_engine else thread
+        if self._journey is None or frame.f_code.co_name in _COMPREHENSIONS:
             return
-        place = self._local.place
         function = Function(frame.f_globals["__name__"], frame.f_code.co_qualname)
-        journey.calls.setdefault(place, Counter())[function] += 1
+        self._journey.calls.setdefault(self._local.place, Counter())[function] += 1
         if not is_engine:
-            journey.threads.add(place)
-        elif is_hook:
-            journey.clock.setdefault(place, []).append(0)
-
-
-def _is_ours(frame: FrameType) -> bool:
-    module = frame.f_globals.get("__name__", "")
-    return module.startswith("kvoffload") and not module.startswith("kvoffload.engine")
+            self._journey.threads.add(self._local.place)
 
 
 Journeys = Mapping[str, Sequence[Journey]]
@@ -165,15 +137,7 @@ class Reference:
     STORE = ("plan", "start_stores", "take_output", "update")
     LOOKUP = ("lookup",)
     LOAD = ("lookup", "allocated", "plan", "start_loads", "take_output", "update")
-    SCHEDULER = (
-        "request_added",
-        "lookup",
-        "prefix_boundary",
-        "allocated",
-        "plan",
-        "request_ended",
-        "update",
-    )
+    SCHEDULER = ("request_added", "lookup", "prefix_boundary", "allocated", "plan", "request_ended", "update")
 
     def __init__(self) -> None:
         from kvoffload.engine import Engine
@@ -182,15 +146,13 @@ class Reference:
 
         self._plugin = ReferencePlugin()
         self._engine = Engine(rig.config_of("full", step_tokens=64), self._plugin, clock=time.monotonic)
+        self.step, self.close = self._engine.step, self._engine.close
 
     def ask(self, seed: int, tokens: int) -> None:
         from kvoffload.engine import SamplingParams
         from tests.reference import rig
 
         self._engine.submit(rig.text(seed, BLOCKS * rig.BLOCK + 1), SamplingParams(tokens))
-
-    def step(self) -> None:
-        self._engine.step()
 
     def is_busy(self) -> bool:
         return self._engine.has_work
@@ -202,43 +164,29 @@ class Reference:
         assert self._plugin.offload is not None
         return self._plugin.offload.counters.snapshot().count(metric, label)
 
-    def close(self) -> None:
-        self._engine.close()
-
 
 class Vllm:
     """A stock vLLM in this process, run by the rig of the adapter's tests."""
 
+    _PLAN = ("build_connector_meta", "bind_connector_metadata")
     _AFTER = (
         "get_finished",
         "get_transfer_results",
         "build_connector_worker_meta",
         "update_connector_output",
     )
-    STORE = ("build_connector_meta", "bind_connector_metadata", "wait_for_save", *_AFTER)
+    STORE = (*_PLAN, "wait_for_save", *_AFTER)
     LOOKUP = ("get_num_new_matched_tokens",)
-    LOAD = (
-        *LOOKUP,
-        "update_state_after_alloc",
-        "build_connector_meta",
-        "bind_connector_metadata",
-        "start_load_kv",
-        *_AFTER,
-    )
+    LOAD = (*LOOKUP, "update_state_after_alloc", *_PLAN, "start_load_kv", *_AFTER)
     SCHEDULER = (
-        "on_new_request",
-        *LOOKUP,
-        "update_state_after_alloc",
-        "build_connector_meta",
-        "take_events",
-        "update_connector_output",
-        "request_finished",
-        "request_finished_all_groups",
+        *("on_new_request", *LOOKUP, "update_state_after_alloc", "build_connector_meta", "take_events"),
+        *("update_connector_output", "request_finished", "request_finished_all_groups"),
     )
 
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self._asked = 0
+        self.step = rig.step
 
     def ask(self, seed: int, tokens: int) -> None:
         from tests.vllm.engine_rig import Asked
@@ -246,9 +194,6 @@ class Vllm:
 
         self._asked += 1
         self._rig.ask(f"r{self._asked}", Asked((seed,) * (BLOCKS * BLOCK + 1), tokens))
-
-    def step(self) -> None:
-        self._rig.step()
 
     def is_busy(self) -> bool:
         return bool(self._rig.scheduler.has_requests())
@@ -262,32 +207,8 @@ class Vllm:
 
 Engine = Reference | Vllm
 
+
 # -- journeys -----------------------------------------------------------------------------------------------------
-
-
-def reference() -> Journeys:
-    tracer = Tracer()
-    engine = Reference()
-    try:
-        return travel(engine, tracer)
-    finally:
-        engine.close()
-        tracer.close()
-
-
-def vllm() -> Journeys:
-    """Trace a stock vLLM. This function must run in vLLM's environment."""
-    from tests.vllm.engine_rig import offloading
-
-    tracer = Tracer()
-    try:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            offloading("qwen3", Path(folder), max_num_batched_tokens=512) as rig,
-        ):
-            return travel(Vllm(rig), tracer)
-    finally:
-        tracer.close()
 
 
 def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
@@ -316,89 +237,70 @@ def travel(engine: Engine, tracer: Tracer, runs: int = RUNS) -> Journeys:
 
 def _life(engine: Engine, tracer: Tracer, seed: int) -> Journey:
     """Record a request that generates two tokens, until the engine is idle and all copies have ended."""
-    with tracer.record() as journey:
+    journey = Journey()
+    with tracer.record(journey):
         engine.ask(seed, 2)
-        _step_while(engine, tracer, engine.is_busy)
-    return journey
+    return _steps(engine, tracer, engine.is_busy, journey)
 
 
 def _store(engine: Engine, tracer: Tracer, seed: int) -> Journey:
     """Record the calls from the step after the prompt was computed until the prompt's blocks can hit."""
     engine.ask(seed, 4)
     engine.step()
-    journey = _until_counted(engine, tracer, "kvoffload_store_blocks_total", "stored")
-    _step_while(engine, tracer, engine.is_busy)
-    return journey
+    return _until_counted(engine, tracer, "kvoffload_store_blocks_total", "stored")
 
 
 def _load(engine: Engine, tracer: Tracer, seed: int) -> Journey:
     """Record the calls from a request's lookup until the request's load is reported to the engine."""
     engine.ask(seed, 4)
-    journey = _until_counted(engine, tracer, "kvoffload_load_blocks_total", "loaded")
-    _step_while(engine, tracer, engine.is_busy)
-    return journey
+    return _until_counted(engine, tracer, "kvoffload_load_blocks_total", "loaded")
 
 
 def _until_counted(engine: Engine, tracer: Tracer, metric: str, outcome: str) -> Journey:
-    """Record steps until this metric has counted all blocks of a prompt.
+    """Record steps until this metric has counted all blocks of a prompt; then let the request end."""
+    wanted = engine.blocks(metric, outcome) + BLOCKS
+    journey = _steps(engine, tracer, lambda: engine.blocks(metric, outcome) < wanted, Journey())
+    _steps(engine, tracer, engine.is_busy, Journey())
+    return journey
+
+
+def _steps(engine: Engine, tracer: Tracer, goes_on: Callable[[], bool], journey: Journey) -> Journey:
+    """Record steps while this condition holds.
 
     Raises:
-        TimeoutError: the count has not grown far enough within the time limit.
+        TimeoutError: it still holds after the time limit.
     """
-    wanted = engine.blocks(metric, outcome) + BLOCKS
-    whole = Journey()
     deadline = time.monotonic() + PATIENCE_S
-    while engine.blocks(metric, outcome) < wanted:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{metric} has not grown by {BLOCKS} {outcome}")
-        with tracer.record(whole):
-            engine.step()
-            tracer.wait_for_background()
-    return whole
-
-
-def _step_while(engine: Engine, tracer: Tracer, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while condition():
+    while goes_on():
         if time.monotonic() > deadline:
             raise TimeoutError("the engine does not finish")
-        engine.step()
-        tracer.wait_for_background()
+        with tracer.record(journey):
+            engine.step()
+            tracer.wait_for_background()
+    return journey
 
 
-# -- tables -------------------------------------------------------------------------------------------------------
+# -- the table ----------------------------------------------------------------------------------------------------
 
 
 def tables(engine: str, journeys: Journeys) -> str:
-    """Return two Markdown tables of mean numbers of calls: one by journey, one by hook and thread."""
-    lines = [
-        f"## {engine}",
-        "",
-        *_head("journey", "functions", "files", "threads", "calls", "clock readings in a hook"),
-    ]
+    """Return a Markdown table of functions, files and mean numbers of calls, by journey and by hook or thread."""
+    names = "journey", "hook or thread", "functions", "files", "calls"
+    lines = [f"## {engine}", "", _row(*names), "|" + "---|" * len(names)]
     for name, runs in journeys.items():
-        functions = in_the_way(runs)
-        files = {function.module for function in functions}
-        threads = 1 + min(len(run.threads) for run in runs)
-        readings = max(count for run in runs for counts in run.clock.values() for count in counts)
-        lines.append(
-            _row(name, len(functions), len(files), threads, fmean(run.total for run in runs), readings)
-        )
-    lines += ["", *_head("journey", "hook or thread", "functions", "calls", "clock readings in a call")]
-    for name, runs in journeys.items():
-        for place in dict.fromkeys(place for run in runs for place in run.calls):
-            calls = fmean(run.calls.get(place, Counter[Function]()).total() for run in runs)
-            readings = max(count for run in runs for count in run.clock.get(place, [0]))
-            lines.append(_row(name, place, len(in_the_way(runs, place)), calls, readings))
+        for place in (None, *dict.fromkeys(place for run in runs for place in run.calls)):
+            functions = in_the_way(runs, place)
+            files = {function.module for function in functions}
+            calls = fmean(
+                sum(calls.total() for where, calls in run.calls.items() if place in (None, where))
+                for run in runs
+            )
+            lines.append(_row(name, place or "all", len(functions), len(files), f"{calls:.0f}"))
     return "\n".join(lines)
 
 
-def _head(*names: str) -> list[str]:
-    return [_row(*names), "|" + "---|" * len(names)]
-
-
 def _row(*cells: object) -> str:
-    return f"| {' | '.join(f'{cell:.0f}' if isinstance(cell, float) else str(cell) for cell in cells)} |"
+    return f"| {' | '.join(map(str, cells))} |"
 
 
 def main() -> None:
@@ -406,18 +308,42 @@ def main() -> None:
     parser.add_argument("--engine", choices=("reference", "vllm"), help="only this engine, in this Python")
     asked = parser.parse_args().engine
     if asked != "vllm":
-        _write(tables("Reference engine", reference()))
+        _print("Reference engine", _reference())
     if asked == "vllm":
-        _write(tables("vLLM", vllm()))
+        _print("vLLM", _vllm())
     elif asked is None and VLLM.exists():
         command = [str(VLLM), "-m", "tests.same.journeys", "--engine", "vllm"]
-        subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}"}, cwd=ROOT, check=True
-        )
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'plugins'}"}
+        subprocess.run(command, env=environment, cwd=ROOT, check=True)
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
+def _reference() -> Journeys:
+    tracer = Tracer()
+    engine = Reference()
+    try:
+        return travel(engine, tracer)
+    finally:
+        engine.close()
+        tracer.close()
+
+
+def _vllm() -> Journeys:
+    """Trace a stock vLLM. This function must run in vLLM's environment."""
+    from tests.vllm.engine_rig import offloading
+
+    tracer = Tracer()
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            offloading("qwen3", Path(folder), max_num_batched_tokens=512) as rig,
+        ):
+            return travel(Vllm(rig), tracer)
+    finally:
+        tracer.close()
+
+
+def _print(engine: str, journeys: Journeys) -> None:
+    sys.stdout.write(f"{tables(engine, journeys)}\n")
     sys.stdout.flush()
 
 

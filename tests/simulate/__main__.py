@@ -57,10 +57,10 @@ def _play_many(args: argparse.Namespace) -> Iterator[Result]:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make simulate", description=__doc__)
     parser.add_argument("--seeds", type=positive, default=_SEEDS, help=f"how many (default {_SEEDS})")
-    parser.add_argument("--first", type=int, default=0, help="the first of them (default 0)")
-    parser.add_argument("--seed", type=int, help="only this life, with its journal")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default 0)")
+    parser.add_argument("--seed", type=int, help="run only this seed, and print its journal's path")
     parser.add_argument("--processes", type=positive, help="default: one for each core")
-    parser.add_argument("--journals", type=Path, default=_FOLDER, help="where journals go")
+    parser.add_argument("--journals", type=Path, default=_FOLDER, help="the folder for journals")
     return parser.parse_args(argv)
 
 
@@ -70,7 +70,7 @@ def _show(result: Result, folder: Path) -> None:
     print(f'  again:   make simulate ARGS="--seed {result.seed}"')
     print(f"  journal: {journal}")
     if again.problem != result.problem:
-        print(f"  played again it came to: {again.problem}")
+        print(f"  the second run ended differently: {again.problem}")
     print("".join(f"  | {line}\n" for line in result.trace.splitlines()[-12:]), end="")
 
 

@@ -15,10 +15,8 @@ import torch
 
 from tests.simulate.simulation import Simulation, simulate
 
-_PATIENCE_S = (
-    # A seed may use this many seconds of processor time, so that an endless loop does not block the campaign.
-    60
-)
+# A seed may use this many seconds of processor time, so that an endless loop does not block the campaign.
+_PATIENCE_S = 60
 
 Play = Callable[[int], Simulation]
 
@@ -29,14 +27,7 @@ class Endless(BaseException):
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one seed.
-
-    Args:
-        seed: the seed.
-        problem: the error; None if there was none.
-        trace: the traceback.
-        numbers: how often each event occurred in the run, by event name.
-    """
+    """The result of one seed: its error, if any, and how often each kind of event occurred."""
 
     seed: int
     problem: str | None = None
@@ -57,11 +48,6 @@ def play_all(seeds: Iterable[int], processes: int | None = None) -> Iterator[Res
     context = multiprocessing.get_context("forkserver")  # forking a process that has threads may hang
     with context.Pool(processes or os.cpu_count(), _start) as pool:
         yield from pool.imap_unordered(play, seeds, chunksize=8)
-
-
-def first_failure(seeds: Iterable[int]) -> Result | None:
-    """Run seeds one after the other; return the first failure."""
-    return next((result for result in map(play, seeds) if result.problem), None)
 
 
 def keep_journal(seed: int, folder: Path) -> tuple[Path, Result]:
@@ -87,13 +73,15 @@ def _numbers(world: Simulation) -> Counter[str]:
         states=counts.count("kvoffload_state_blocks_total", "load"),
         boundaries=counts.count("kvoffload_prefix_boundaries_made_total"),
         requests=world.requests,
+        lives=world.life,
+        **world.copies_below,
     )
 
 
 @contextmanager
 def _patience(seed: int) -> Iterator[None]:
     def out(number: int, frame: FrameType | None) -> None:
-        raise Endless(f"seed {seed} has computed for {_PATIENCE_S} s")
+        raise Endless(f"seed {seed} has used {_PATIENCE_S} s of processor time")
 
     before = signal.signal(signal.SIGVTALRM, out)
     signal.setitimer(signal.ITIMER_VIRTUAL, _PATIENCE_S)

@@ -21,31 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Odds:
-    """The probabilities of a rank's faults. Times are in seconds.
+    """The probabilities of a rank's faults. Times are in seconds."""
 
-    Args:
-        fail: nothing is copied, and the ticket reports a failure.
-        tear: a part is copied, and the ticket reports a failure.
-        explode: querying the ticket raises.
-        refuse: submitting raises, and no copy is started.
-        no_fence: recording the fence raises.
-        hang: the copy ends only when the run is over.
-        late: the copy takes about as long as the timeout, or twice as long.
-        usual_s: the maximum duration of a copy that is neither late nor hanging.
-        timeout_s: the timeout that `late` refers to.
-        in_order: whether batches of one direction end in the order of submission, as on a stream.
-    """
-
-    fail: float = 0.0
-    tear: float = 0.0
-    explode: float = 0.0
-    refuse: float = 0.0
-    no_fence: float = 0.0
-    hang: float = 0.0
-    late: float = 0.0
-    usual_s: float = 0.001
-    timeout_s: float = 1.0
-    in_order: bool = True
+    fail: float = 0.0  # nothing is copied, and the ticket reports a failure
+    tear: float = 0.0  # a part is copied, and the ticket reports a failure
+    explode: float = 0.0  # querying the ticket raises
+    refuse: float = 0.0  # submitting raises, and no copy is started
+    no_fence: float = 0.0  # recording the fence raises
+    hang: float = 0.0  # the copy ends only when the run is over
+    late: float = 0.0  # the copy takes about as long as the timeout, or twice as long
+    usual_s: float = 0.001  # the maximum duration of a copy that is neither late nor hanging
+    timeout_s: float = 1.0  # the timeout that `late` refers to
+    in_order: bool = True  # whether batches of one direction end in the order of submission, as on a stream
 
 
 def fate_of(draws: random.Random, odds: object, fates: Sequence[str]) -> str:
@@ -93,14 +80,7 @@ class ChaosTicket:
 
 
 class ChaosCopier:
-    """Copies bytes in host memory, with faults.
-
-    Args:
-        loop: runs the timers that copy bytes and end batches.
-        draws: the random numbers.
-        odds: the probabilities of faults.
-        switch: called where another thread could run.
-    """
+    """Copies bytes in host memory, with faults. Calls `switch` where another thread could run."""
 
     slices = 0
 

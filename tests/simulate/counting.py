@@ -79,8 +79,7 @@ def expected(
 class CountingRunner(Runner):
     """Replaces the transformer, and records every cell with a wrong value in `wrong`.
 
-    Args:
-        computing: called once per step to let time pass.
+    It calls `computing` once per step to let time pass.
     """
 
     def __init__(

@@ -39,25 +39,15 @@ DISK_TROUBLES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class DiskOdds:
-    """The probabilities of the disk's faults. Times are in seconds.
+    """The probabilities of the disk's faults. Times are in seconds."""
 
-    Args:
-        error: the call does a part of its work, and reports an error.
-        full: the call does nothing, and reports a full disk.
-        short: the call does a part of its work, and reports how much.
-        flip: a wrong bit is written or read.
-        lost: the call does nothing, and reports success.
-        hang: the call returns when the run is over.
-        usual_s: the maximum duration of a call that does not hang.
-    """
-
-    error: float = 0.0
-    full: float = 0.0
-    short: float = 0.0
-    flip: float = 0.0
-    lost: float = 0.0
-    hang: float = 0.0
-    usual_s: float = 0.001
+    error: float = 0.0  # the call does a part of its work, and reports an error
+    full: float = 0.0  # the call does nothing, and reports a full disk
+    short: float = 0.0  # the call does a part of its work, and reports how much
+    flip: float = 0.0  # a wrong bit is written or read
+    lost: float = 0.0  # the call does nothing, and reports success
+    hang: float = 0.0  # the call returns when the run is over
+    usual_s: float = 0.001  # the maximum duration of a call that does not hang
 
 
 class Killed(BaseException):
@@ -67,10 +57,7 @@ class Killed(BaseException):
 class SimThread:
     """A thread that runs only while the loop's thread waits for this thread to pause.
 
-    Args:
-        loop: its timers resume the thread.
-        ended: called at the end of each piece of work.
-        owner: the thread's executor.
+    The loop's timers resume it, and it calls `ended` at the end of each piece of work.
     """
 
     _here = threading.local()
@@ -152,13 +139,7 @@ class SimThread:
 
 
 class SimExecutor(Executor):
-    """Several `SimThread`s with one queue of work.
-
-    Args:
-        loop, draws: determine when queued work begins.
-        threads: the number of threads.
-        problems: receives exceptions of work whose future is not read.
-    """
+    """Several `SimThread`s with one queue of work. `problems` receives the exceptions of all work."""
 
     def __init__(self, loop: SimLoop, draws: random.Random, threads: int, problems: list[str]) -> None:
         self.loop, self._draws, self._problems = loop, draws, problems
@@ -228,14 +209,7 @@ def _drive(loop: SimLoop, threads: Sequence[SimThread], future: Future[Any], tim
 
 
 class DiskPortal(SimPortal):
-    """The portal of one of several engines that share a loop. Closing or killing this portal ends only its
-    own tasks.
-
-    Args:
-        loop: the shared loop.
-        draws: random draws that determine when work on threads begins.
-        problems: collects the exceptions that this work raises.
-    """
+    """The portal of one of several engines that share a loop. Closing or killing it ends only its own tasks."""
 
     def __init__(self, loop: SimLoop, draws: random.Random, problems: list[str]) -> None:
         super().__init__(loop)
@@ -277,13 +251,7 @@ class DiskPortal(SimPortal):
 
 
 class SimDisk(RecordedOs):
-    """Replaces the module `os` for the tier's files.
-
-    Args:
-        root: `disk_path`.
-        draws: the random numbers.
-        odds: the probabilities of faults.
-    """
+    """Replaces the module `os` for the files below `root`, the tier's `disk_path`."""
 
     def __init__(self, root: Path, draws: random.Random, odds: DiskOdds) -> None:
         super().__init__(Disk(), lambda: None)

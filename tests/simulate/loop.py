@@ -27,12 +27,9 @@ class Stuck(Exception):
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """Runs ready callbacks. If no callback is ready, time jumps to the next timer.
+    """Runs ready callbacks, with `draws` in random order. If none is ready, time jumps to the next timer.
 
     The loop uses no selector, thread or real clock.
-
-    Args:
-        draws: shuffles the callbacks that are ready at the same time; None keeps asyncio's order.
     """
 
     def __init__(self, draws: random.Random | None = None) -> None:
@@ -66,10 +63,10 @@ class SimLoop(asyncio.BaseEventLoop):
 
     def _jump_to(self, timers: list[asyncio.TimerHandle]) -> None:
         if not timers:
-            raise Stuck("every task waits, and nothing can end this")
+            raise Stuck("every task waits, and no callback or timer is left")
         self.now = max(self.now, timers[0].when())
         if self.now > _LONGEST_S:
-            raise Stuck(f"not over after {_LONGEST_S} s of its time")
+            raise Stuck(f"still running after {_LONGEST_S} simulated seconds")
 
     def _write_to_self(self) -> None:
         """Do nothing: no thread sleeps in a system call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,60 +29,31 @@ TROUBLES: dict[str, dict[str, float]] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """The choices of one seed.
-
-    Args:
-        seed: the seed.
-        engine: the engine's configuration, including the plugin's.
-        odds: the odds of each rank's copier.
-        conversations: the total number of conversations.
-        bases: the number of prompt prefixes that conversations share.
-        abort: the probability that a turn is aborted.
-        cold: the probability that a client pauses before its next turn.
-        forgets: the probability that the device's prefix cache is reset after such a pause, if no request
-            uses the cache.
-        acts: the operator's actions, in order, from `OPERATOR`.
-        step_s: the maximum duration of a step.
-        switch: the probability that another thread runs, at each point where it could.
-        is_shuffled: whether callbacks that are ready together run in random order.
-        observers: the behaviour of extra observers: "slow", "raises".
-        is_logged: whether log lines are written.
-        has_journal: whether a journal is written, to a slow disk.
-        has_full_disk: whether writes of the journal sometimes fail.
-        disk: the odds of the disk tier; None without a disk tier.
-        store: the odds of the remote tier; None without a remote tier.
-    """
+    """The choices of one seed."""
 
     seed: int
     engine: EngineConfig
-    odds: tuple[Odds, ...]
+    odds: tuple[Odds, ...]  # the odds of each rank's copier
     conversations: int
-    bases: int
-    abort: float
-    cold: float
+    bases: int  # the number of prompt prefixes that conversations share
+    abort: float  # the probability that a turn is aborted
+    cold: float  # the probability that a client pauses before its next turn
+    # The probability that the device's prefix cache is reset after such a pause, if no request uses it.
     forgets: float
-    acts: tuple[str, ...]
-    step_s: float
-    switch: float
-    is_shuffled: bool
-    observers: tuple[str, ...]
-    is_logged: bool
-    has_journal: bool
-    has_full_disk: bool
-    disk: DiskOdds | None = None
-    store: StoreOdds | None = None
+    acts: tuple[str, ...]  # the acts of `Operator`, in order
+    step_s: float  # the maximum duration of a step
+    switch: float  # the probability that another thread runs, at each point where it could
+    is_shuffled: bool  # whether callbacks that are ready together run in random order
+    observers: tuple[str, ...]  # the behaviour of extra observers: "slow", "raises"
+    is_logged: bool  # whether log lines are written
+    has_journal: bool  # whether a journal is written, to a slow disk
+    has_full_disk: bool  # whether writes of the journal sometimes fail
+    disk: DiskOdds | None = None  # the odds of the disk tier; None without a disk tier
+    store: StoreOdds | None = None  # the odds of the remote tier; None without a remote tier
 
     @property
     def timeout_s(self) -> float:
         return self.odds[0].timeout_s
-
-    @property
-    def tensors(self) -> int:
-        return self.engine.model.layers_per_group
-
-    @property
-    def may_degrade(self) -> bool:
-        return "break" in self.acts
 
     def draws(self, what: str) -> random.Random:
         """Return random numbers for this purpose, independent of the numbers for other purposes."""
@@ -130,14 +101,11 @@ def _with_disk(scenario: Scenario) -> Scenario:
         "store_policy": draws.choice(["eager", "eager", "eager", "lazy"]),
         "host_bytes": draws.choice([1, 5, 15, 30, 60, 60]) * _block_bytes(scenario.engine),
     }
-    acts = list(scenario.acts)
     often = ["restart", "restart", "restart", "disk_rots", "disk_is_gone"]
-    for act in draws.choices(often, k=draws.choice([0, 0, 1, 2, 4])):
-        acts.insert(draws.randint(0, len(acts)), act)
     return replace(
         scenario,
         engine=with_plugin(scenario.engine, settings),
-        acts=tuple(acts),
+        acts=_with_more(draws, scenario.acts, often, [0, 0, 1, 2, 4]),
         disk=DiskOdds(**trouble, usual_s=usual_s),
     )
 
@@ -154,25 +122,24 @@ def _with_store(scenario: Scenario) -> Scenario:
         "remote_min_hits": draws.choice([0, 0, 0, 0, 1, 2]),
         "host_bytes": draws.choice([15, 30, 60, 60]) * _block_bytes(scenario.engine),
     }
-    acts = list(scenario.acts)
-    often = [
-        "restart",
-        "restart",
-        "others_write",
-        "others_write",
-        "store_evicts",
-        "store_dies",
-        "store_returns",
-    ]
-    often += ["store_restarts", "store_fills"]
-    for act in draws.choices(often, k=draws.choice([0, 1, 2, 4, 6])):
-        acts.insert(draws.randint(0, len(acts)), act)
+    often = ["restart", "restart", "others_write", "others_write", "store_evicts"]
+    often += ["store_dies", "store_returns", "store_restarts", "store_fills"]
     return replace(
         scenario,
         engine=with_plugin(scenario.engine, settings),
-        acts=tuple(acts),
+        acts=_with_more(draws, scenario.acts, often, [0, 1, 2, 4, 6]),
         store=StoreOdds(**trouble, usual_s=usual_s, timeout_s=timeout_s),
     )
+
+
+def _with_more(
+    draws: random.Random, acts: Sequence[str], often: Sequence[str], counts: Sequence[int]
+) -> tuple[str, ...]:
+    """Return the acts with more of them, drawn from `often`, at random places."""
+    mixed = list(acts)
+    for act in draws.choices(often, k=draws.choice(counts)):
+        mixed.insert(draws.randint(0, len(mixed)), act)
+    return tuple(mixed)
 
 
 def with_plugin(engine: EngineConfig, settings: Mapping[str, object]) -> EngineConfig:

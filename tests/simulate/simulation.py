@@ -30,6 +30,7 @@ from kvoffload.transfer.ports import Clocks
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.conservation import conservation, slot_problems
 from tests.core.audit import audit
+from tests.core.world import left_behind
 from tests.reference.rig import assert_exclusive
 from tests.simulate.copier import ChaosCopier
 from tests.simulate.counting import CountingRunner, expected
@@ -40,7 +41,6 @@ from tests.simulate.store import Awaited, SimStore, in_place_of_clients
 from tests.simulate.traffic import Conversation, Operator, turn
 
 if TYPE_CHECKING:
-    from kvoffload.core.tiers import LowerTier
     from kvoffload.model.ids import Rank
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
@@ -54,7 +54,7 @@ class Simulation:
     """The simulation of one seed. `run` returns after everything has ended without errors, or raises.
 
     Args:
-        scenario: the scenario.
+        scenario: the random choices of the seed.
         keep: receives every line of a complete journal.
         folder: the folder for the journal's file, if the scenario has a journal.
         copier: the class of each rank's copier.
@@ -88,7 +88,8 @@ class Simulation:
         self.is_open, self._is_up, self._is_dying = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._reading: dict[asyncio.Task[None], None] = {}
         self._end, self._was_reset = "", False
-        self._graves: list[object] = []  # memory to which late copies of killed engines may still write
+        # Late copies of killed engines may still write to their memory, so it is not freed.
+        self._killed: list[object] = []
         self._start()
         self._texts = [
             [draws(f"text {base}").randrange(5) + 5 * place for place in range(_BASE_TOKENS)]
@@ -111,7 +112,9 @@ class Simulation:
             make_copier=self._make_copier,
         )
         make_runner = partial(CountingRunner, computing=self._compute)
-        settings = _journal_settings(self._folder, self.life)
+        settings: dict[str, object] = {}
+        if self._folder is not None:
+            settings["journal_path"] = self._folder / f"journal{self.life}"
         if self._disk is not None:
             settings["disk_path"] = self._disk.root
         self.engine = Engine(
@@ -144,12 +147,12 @@ class Simulation:
 
     @property
     def has_lost_blocks(self) -> bool:
-        """Return whether copies were abandoned. The device may then have too few blocks for a request."""
+        """Whether copies were abandoned. The device may then have too few blocks for a request."""
         return self._abandoned > 0
 
     @property
     def is_cut_off(self) -> bool:
-        """Return whether the core has raised. If so, its records cannot be checked (R12)."""
+        """Whether the core has raised. If so, its records cannot be checked (R12)."""
         return self.offload.faults.error is not None
 
     @property
@@ -164,7 +167,7 @@ class Simulation:
 
     @property
     def has_lives(self) -> bool:
-        """Return whether engines are killed and replaced."""
+        """Whether engines are killed and replaced."""
         return isinstance(self.portal, DiskPortal)
 
     def is_ending(self, life: int) -> bool:
@@ -206,7 +209,8 @@ class Simulation:
 
     def expected(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
         groups = self.engine.facts.groups
-        return expected(groups, self.scenario.tensors, prompt, new_tokens, self.runner.weights)
+        tensors = self.engine.config.model.layers_per_group
+        return expected(groups, tensors, prompt, new_tokens, self.runner.weights)
 
     async def turn(self, prompt: list[int], new_tokens: int, patience: float | int | None) -> None:
         self.requests += 1
@@ -225,11 +229,6 @@ class Simulation:
     # -- the run --------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run the simulation.
-
-        Raises:
-            Exception: a rule was broken.
-        """
         try:
             self._run(self.loop.create_task(self._play()))
         except BaseExceptionGroup as group:
@@ -267,7 +266,7 @@ class Simulation:
             if self._end == "power fails":
                 self._disk.power_fails()
             self._disk.is_gone = False
-        self._graves += [old, self.plugin]
+        self._killed += [old, self.plugin]
         self._end = ""
         self.life += 1
         self._start()
@@ -326,8 +325,8 @@ class Simulation:
                 break
         self._check_nothing_left()
 
-    async def until(self, is_so: Callable[[], bool]) -> None:
-        while not is_so():  # noqa: ASYNC110
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(self.scenario.timeout_s / 10)
 
     async def _step_on(self) -> None:
@@ -411,7 +410,7 @@ class Simulation:
         if problems:
             raise AssertionError("; ".join(problems))
         cause = self.offload.degraded
-        if cause is not None and not self.scenario.may_degrade:
+        if cause is not None and "break" not in self.scenario.acts:
             raise AssertionError(f"offloading is off: {cause.value}")
         for copier in self.copiers:
             if len(copier.open_tickets) > 1:
@@ -435,20 +434,15 @@ class Simulation:
     def _check_nothing_left(self) -> None:
         """Check that everything is back in its initial state (R11)."""
         self._check_drained()
-        core, numbers = self.offload.core.state, self.engine.statistics()
+        numbers = self.engine.statistics()
         left = [f"workers still copy for job {job.id}" for job in self.offload.copies.running]
         if numbers.free_blocks != self.engine.pool.usable_blocks:
             left.append(f"{numbers.free_blocks} of {self.engine.pool.usable_blocks} device blocks are free")
         if not self.is_cut_off:
             slots = self.offload.gauges()["kvoffload_slots"]
-            left += [
-                f"{slots['host', state]} slots are {state}"
-                for state in ("filling", "pinned", "draining")
-                if slots["host", state]
-            ]
-            left += [f"job {job} is open" for job in core.jobs.open]
-            left += [f"{what} is left of {tier.tier.value}" for tier in core.tiers for what in _left_of(tier)]
-            left += [f"request {record.request} is not gone" for record in core.requests.finishing]
+            used = {state: slots["host", state] for state in ("filling", "pinned", "draining")}
+            left += [f"{count} slots are {state}" for state, count in used.items() if count]
+            left += [f"{what} are left" for what in left_behind(self.offload.core)]
             left += conservation(self.offload.counters.snapshot(), drained=True)
         if left:
             raise AssertionError("; ".join(left))
@@ -460,7 +454,7 @@ class Simulation:
         """Check that no engine uses a namespace from before a reset (R18)."""
         name = fact.namespace
         if name in self._left_namespaces or self.store.replaced > self._reset_namespaces.get(name, inf):
-            self._complaints.append(f"{name}, from before a reset, is looked at")
+            self._complaints.append(f"{name} is used, although it is from before a reset")
         self._namespaces[name] = None
 
     def _check_opened(self, event: DiskOpened, *, was_reset: bool) -> None:
@@ -516,12 +510,7 @@ class Simulation:
 
 
 def simulate(seed: int, journal: Path | None = None, copier: type[ChaosCopier] = ChaosCopier) -> Simulation:
-    """Run one seed; return the simulation with its counts.
-
-    Args:
-        seed: the seed.
-        journal: the file for a complete journal, which does not influence the run.
-        copier: the class of each rank's copier.
+    """Run one seed; return the simulation with its counts. A complete journal does not influence the run.
 
     Raises:
         Exception: a rule was broken.
@@ -547,16 +536,6 @@ def simulate(seed: int, journal: Path | None = None, copier: type[ChaosCopier] =
         simulation = Simulation(scenario, keep, folder, copier, disk, store)
         simulation.run()
     return simulation
-
-
-def _journal_settings(folder: Path | None, life: int) -> dict[str, object]:
-    return {"journal_path": folder / f"journal{life}"} if folder is not None else {}
-
-
-def _left_of(tier: LowerTier) -> list[str]:
-    """Return the kinds of jobs that are still open on a lower tier."""
-    kept = {"spill": tier.in_flight.keys, "fetch": tier.fetching}
-    return [what for what, there in kept.items() if there]
 
 
 @contextmanager

@@ -48,54 +48,31 @@ _HINTS = 100
 
 @dataclass(frozen=True)
 class StoreOdds:
-    """The probabilities of the remote tier's faults. Times are in seconds.
+    """The probabilities of the remote tier's faults. Times are in seconds."""
 
-    Args:
-        error: the call does nothing, and raises.
-        torn: the call does a part of its work, and raises.
-        late: the call takes about as long as its time limit, or twice as long.
-        hang: the call returns when the run is over.
-        untrue: the remote tier reports a block that it lacks, or does not report a block that it has.
-        gone: the remote tier does not deliver a value.
-        cut: the remote tier delivers only the beginning of a value.
-        flip: the remote tier delivers a value with a wrong bit.
-        mixed: the remote tier delivers another block's value.
-        full: the remote tier does not accept a value.
-        lost: the remote tier reports that it has accepted a value, but loses the value.
-        usual_s: the maximum duration of a call that is neither late nor hanging.
-        timeout_s: the timeout that `late` refers to.
-    """
-
-    error: float = 0.0
-    torn: float = 0.0
-    late: float = 0.0
-    hang: float = 0.0
+    error: float = 0.0  # the call does nothing, and raises
+    torn: float = 0.0  # the call does a part of its work, and raises
+    late: float = 0.0  # the call takes about as long as its time limit, or twice as long
+    hang: float = 0.0  # the call returns when the run is over
+    # The remote tier reports a block that it lacks, or does not report a block that it has.
     untrue: float = 0.0
-    gone: float = 0.0
-    cut: float = 0.0
-    flip: float = 0.0
-    mixed: float = 0.0
-    full: float = 0.0
-    lost: float = 0.0
-    usual_s: float = 0.001
-    timeout_s: float = 1.0
+    gone: float = 0.0  # the remote tier does not deliver a value
+    cut: float = 0.0  # the remote tier delivers only the beginning of a value
+    flip: float = 0.0  # the remote tier delivers a value with a wrong bit
+    mixed: float = 0.0  # the remote tier delivers another block's value
+    full: float = 0.0  # the remote tier does not accept a value
+    lost: float = 0.0  # the remote tier reports that it has accepted a value, but loses the value
+    usual_s: float = 0.001  # the maximum duration of a call that is neither late nor hanging
+    timeout_s: float = 1.0  # the timeout that `late` refers to
 
 
 class SimStore:
-    """The remote tier's server. The same object stands for every connection.
-
-    Args:
-        draws: the random numbers.
-        odds: the probabilities of faults.
-
-    Attributes:
-        problems: the engines' violations of the contract.
-    """
+    """The remote tier's server. The same object stands for every connection."""
 
     def __init__(self, draws: random.Random, odds: StoreOdds) -> None:
         self._draws = draws
         self._odds = odds
-        self.problems: list[str] = []
+        self.problems: list[str] = []  # the engines' violations of the contract
         self.values: dict[str, bytes] = {}
         self._written: dict[str, bytes] = {}
         """all values that engines have put; `others_write` puts them again"""
@@ -182,13 +159,8 @@ class SimStore:
         for name in self._some([*self._written, *self._asked]):
             value = self._written.get(name, b"")
             others = list(self._written.values())
-            strange = [
-                b"",
-                value[:-1],
-                value + b"x",
-                self._flipped(value),
-                self._draws.choice(others or [b""]),
-            ]
+            strange = [b"", value[:-1], value + b"x", self._flipped(value)]
+            strange.append(self._draws.choice(others or [b""]))
             self.values[name] = self._draws.choice([value, value, value, *strange])
 
     def heals(self) -> None:
@@ -218,8 +190,9 @@ class SimStore:
             return
         now = thread.now
         if len(failures) > _FREE_FAILURES and now - failures[-1] < _PROBES_S:
+            waited_s = now - failures[-1]
             self.problems.append(
-                f"{len(failures)} calls have failed, and the next one comes {now - failures[-1]:.3f} s later"
+                f"after {len(failures)} failed calls, the next one comes {waited_s:.3f} s later"
             )
         failures.append(now)
 

@@ -13,11 +13,10 @@ import pytest
 
 from tests.mutants.rules import undone
 from tests.simulate.__main__ import main
-from tests.simulate.campaign import first_failure, keep_journal, play
+from tests.simulate.campaign import keep_journal, play
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-SEEDS = 60  # `make test` runs this many seeds
 SEARCH = 150  # a disabled rule must be detected within this many seeds
 
 SHOWN_BY = {
@@ -46,16 +45,17 @@ SHOWN_BY = {
 """For each disabled rule, a seed that detects it, found by an earlier search."""
 
 
-def test_the_first_seeds_pass_and_cover_every_kind_of_event() -> None:
+@pytest.mark.parametrize("seeds", [60, pytest.param(200, marks=pytest.mark.full)])
+def test_the_first_seeds_pass_and_cover_every_kind_of_event(seeds: int) -> None:
     total = Counter[str]()
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         result = play(seed)
         assert result.problem is None, f'make simulate ARGS="--seed {seed}"\n{result.trace}'
         total += result.numbers
-    # only one seed in four has recurrent layers
-    assert min(total.pop("states"), total.pop("boundaries")) > 10
-    assert min(total.values()) > SEEDS
-    assert total.keys() == {"steps", "copies", "stored", "loaded", "requests"}
+    assert min(total[what] for what in ("steps", "copies", "stored", "loaded", "requests")) > seeds, total
+    # only some seeds have recurrent layers, or a disk or remote tier that outlives an engine
+    rare = ["states", "boundaries", "lives", "restored", "disk store done", "disk store failed"]
+    assert min(total[what] for what in [*rare, "disk load done", "remote load done"]) > 5, total
 
 
 @pytest.mark.parametrize("seed", [6, 9])
@@ -82,7 +82,7 @@ def test_a_seed_repeats_in_another_process_whose_hashes_differ(tmp_path: Path) -
 @pytest.mark.parametrize("rule", SHOWN_BY)
 def test_one_of_the_first_seeds_detects_each_disabled_rule(rule: str) -> None:
     with undone(rule):
-        assert first_failure([SHOWN_BY[rule], *range(SEARCH)]) is not None
+        assert any(play(seed).problem for seed in (SHOWN_BY[rule], *range(SEARCH)))
 
 
 def test_a_failure_is_printed_with_the_command_that_repeats_it(
@@ -96,5 +96,5 @@ def test_a_failure_is_printed_with_the_command_that_repeats_it(
     journal = tmp_path / f"seed-{seed}.jsonl"
     assert f"journal: {journal}\n" in printed
     assert journal.stat().st_size
-    assert "played again it came to" not in printed
+    assert "the second run ended differently" not in printed
     assert re.fullmatch(r"seeds 2, failures [12]", printed.splitlines()[-1])

@@ -10,7 +10,6 @@ from kvoffload.engine import EngineError, PoolExhausted, SamplingParams
 from kvoffload.model import facts
 from kvoffload.model.ids import SlotId
 from tests.operations import replace_handler
-from tests.simulate.counting import expected
 from tests.simulate.scenario import LONGEST
 
 if TYPE_CHECKING:
@@ -110,31 +109,19 @@ def _device_forgets(world: Simulation) -> None:
     world.engine.pool.reset_prefix_cache()  # this does nothing while a request uses the cache
 
 
-def _disk_is_gone(world: Simulation) -> None:
-    world.disk.is_gone = True
-
-
-def _store_dies(world: Simulation) -> None:
-    world.store.is_dead = True
-
-
-def _store_fills(world: Simulation) -> None:
-    world.store.is_full = True
-
-
 _ACTS: dict[str, Callable[[Simulation], object]] = {
     "reset": lambda world: world.reset(),
     "device_forgets": _device_forgets,
     "disk_rots": lambda world: world.disk.rots(),
-    "disk_is_gone": _disk_is_gone,
+    "disk_is_gone": lambda world: setattr(world.disk, "is_gone", True),
     "others_write": lambda world: world.store.others_write(),
     "store_evicts": lambda world: world.store.evict(),
-    "store_dies": _store_dies,
+    "store_dies": lambda world: setattr(world.store, "is_dead", True),
     "store_returns": lambda world: world.store.comes_back(),
     "store_restarts": lambda world: world.store.restart(),
-    "store_fills": _store_fills,
+    "store_fills": lambda world: setattr(world.store, "is_full", True),
 }
-"""acts that take no time; the others are methods of `Operator`"""
+"""Acts that take no time. The others are methods of `Operator`."""
 
 
 class Operator:
@@ -199,6 +186,3 @@ class Operator:
             raise RuntimeError("a state handler raises")
 
         replace_handler(self._world.offload.bus, facts.StepScheduled, broken)
-
-
-__all__ = ["Conversation", "Operator", "expected", "turn"]
