@@ -25,16 +25,10 @@ Places = tuple[int, ...]
 
 
 class DiskWorld(LowerWorld):
-    """A world with a disk of `disk` slots.
+    """A world with a disk.
 
-    With `before`, this world continues on that world's disk. It also continues the count of resets, so that
-    blocks computed before a reset can be recognized.
-
-    Args:
-        groups, settings: as in `LowerWorld`.
-        disk: the number of slots on the disk.
-        before: the world of the previous engine.
-        opens: whether the disk's index is read at once.
+    With `before`, this is the next engine on that world's disk. It continues the count of resets, so that blocks
+    computed before a reset can be recognized.
     """
 
     TIER = Tier.DISK
@@ -42,9 +36,9 @@ class DiskWorld(LowerWorld):
     def __init__(
         self,
         *groups: GroupSpec,
-        disk: int = 32,
+        disk: int = 32,  # slots
         before: DiskWorld | None = None,
-        opens: bool = True,
+        opens: bool = True,  # whether the disk's index is read at once
         **settings: Any,  # noqa: ANN401  # the world's own
     ) -> None:
         self.places: list[dict[SlotId, BlockKey]]

@@ -38,15 +38,7 @@ Store = dict[tuple[str, BlockKey, int], Value]
 
 
 class RemoteWorld(LowerWorld):
-    """A world with a remote tier, which can be shared with other worlds.
-
-    Args:
-        groups, settings: as in `LowerWorld`.
-        store: the shared remote tier.
-        hints: the maximum number of hints.
-        is_reached: whether the remote tier answers from the start.
-        namespace: the namespace in which engines share blocks.
-    """
+    """A world with a remote tier, whose `store` can be shared with other worlds."""
 
     TIER = Tier.REMOTE
 
@@ -54,9 +46,9 @@ class RemoteWorld(LowerWorld):
         self,
         *groups: GroupSpec,
         store: Store | None = None,
-        hints: int = 64,
-        is_reached: bool = True,
-        namespace: str = "print/0",
+        hints: int = 64,  # at most
+        is_reached: bool = True,  # whether the remote tier answers from the start
+        namespace: str = "print/0",  # in which engines share blocks
         **settings: Any,  # noqa: ANN401  # the world's own
     ) -> None:
         self.hints = hints
