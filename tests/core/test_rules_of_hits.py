@@ -436,13 +436,19 @@ def test_r14_a_waiting_request_continues_when_the_owner_of_the_load_ends(how: st
     assert world.admit(waits) == (12 if how == "ends" else 0)
 
 
-def test_r14_no_request_waits_for_a_load_that_failed_when_its_slots_are_filled_again() -> None:
-    world = cached(host=3)
+@pytest.mark.parametrize("how", ["it failed", "the cache was reset"])
+def test_r14_no_request_waits_for_an_ended_load_when_its_slots_are_filled_again(how: str) -> None:
+    # Regression: slots emptied by a reset still belonged to the old load's request after they were reused.
+    world, text = cached(host=3), "0123456789abc"
     world.loading()
-    world.finish(outcome=FAILED)
-    world.only_on_host(TEXT)
-    assert world.on_host(TEXT) == "xxx"
-    assert world.admit(world.add("b", TEXT)) == 12
+    if how == "the cache was reset":
+        world.reset()
+    world.finish(outcome=FAILED if how == "it failed" else DONE)
+    world.computed("newer", text)
+    world.finish()
+    assert world.on_host(text) == "xxx"
+    world.device.forget_keys()
+    assert world.admit(world.add("b", text)) == 12
 
 
 def test_r14_no_request_waits_for_a_load_whose_owner_runs() -> None:
@@ -470,19 +476,6 @@ def test_r14_no_request_waits_for_an_owner_that_was_allocated_again() -> None:
     world.device.forget_keys()
     world.allocate(owner, 0)
     assert world.admit(world.add("b", TEXT)) == 12
-
-
-def test_r14_no_request_waits_for_a_load_from_before_a_reset() -> None:
-    # Regression: slots emptied by a reset still belonged to the old load's request after they were reused.
-    world = cached(host=3)
-    world.loading()
-    world.reset()
-    world.finish()
-    world.computed("newer", "0123456789abc")
-    world.finish()
-    assert world.on_host("0123456789abc") == "xxx"
-    world.device.forget_keys()
-    assert world.admit(world.add("b", "0123456789abc")) == 12
 
 
 @pytest.mark.parametrize("engine_can_wait", [True, False])
