@@ -147,7 +147,7 @@ class LowerWorld(World):
             super().report(rank, job, outcome, corrupt)
             return
         copied = self._end_copy(rank, job)
-        move = getattr(self, f"_{copied.tier.value}_{copied.direction.value}")
+        move = getattr(self, f"_{copied.tier.value}_{copied.direction.value}")  # as `_disk_store`
         self._tell_report(rank, move(rank, copied, outcome, corrupt, **details))
 
     def _reachable(self, rank: int) -> dict[str, Any]:
