@@ -32,7 +32,7 @@ SHOWN_BY = {
     "r5_overdue_load_frees_its_blocks": 10,
     "r7_stale_ids_stay": 84,
     "r13_load_reported_at_once": 5,
-    "r17_disk_is_not_compared": 275,
+    "r17_disk_is_not_compared": 300,
     "r17_remote_value_is_not_compared": 207,
     "r18_generation_is_not_in_the_name": 21,
     "r18_generation_stays_at_a_reset": 72,
