@@ -20,6 +20,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+import numpy as np
+
 SOURCE = Path(__file__).with_name("emulator.c")
 CAPTURE_GLOBAL, CAPTURE_THREAD_LOCAL, RELAXED = 0, 1, 2
 _INTERFACE: dict[str, tuple[object, tuple[object, ...]]] = {
@@ -214,7 +216,6 @@ class Engine:
         from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 
         self._lib = emulator.lib
-        self.device = device
         cuda_library().cuInit(0)
         context = ctypes.c_void_p()
         cuda_library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
@@ -255,6 +256,13 @@ class Engine:
         """End the capture; return the driver's code."""
         graph = ctypes.c_void_p()
         return int(self._lib.cuStreamEndCapture(self.stream, ctypes.byref(graph)))
+
+    def device_bytes(self) -> np.ndarray:
+        """Return the bytes of the first region, without waiting for operations."""
+        region = self.layout.regions[0]
+        found = np.zeros(region.page_bytes * region.blocks, np.uint8)
+        assert self._lib.emu_peek(region.address, found.ctypes.data, len(found))
+        return found
 
     def synchronize(self) -> None:
         self.enter()

@@ -1,21 +1,23 @@
-/* An NVIDIA driver library without a device: what kvoffload and Triton call of libcuda, and a few functions for tests.
+/* An NVIDIA driver library without a device. It has the functions of libcuda that kvoffload and Triton call, and a few
+for tests.
 
-Streams are queues. Either a thread runs each of them, with random delays, or nothing runs until a test says `emu_step`,
-and a seeded generator then draws which stream goes on. Device memory is mapped without access where the caller sees it,
-and a second time where only this file does, so the host cannot read it by mistake.
+Streams are queues. Either each stream has a thread, which runs its operations with random delays, or operations run only
+in `emu_step`, and a seeded generator draws the stream of each. Device memory is mapped twice: without access at the
+address that the caller sees, and with access at an address that only this file knows. So the host cannot read it by
+mistake.
 
-Races are found by vector clocks and therefore do not depend on the delays. There is one clock for the host and one for
-each stream. An operation knows the host's clock of when it was enqueued; an event carries its stream's clock; a query
-that finds the event passed joins it into the host's. Two accesses that overlap, one of them a write, are a race unless
-the later one's clock includes the earlier one. Reads that the driver may do at any time (order ANY) have the clock of
-their submission alone.
+Vector clocks find races, so the delays do not matter. The host and each stream have a clock. An operation has a copy of
+the host's clock from when it was enqueued. An event has a copy of its stream's clock; a query that finds the event passed
+joins this copy into the host's clock. Two overlapping accesses, at least one of them a write, are a race unless the later
+one's clock includes the earlier one. Reads that the driver may make at any time (order ANY) have only the clock of their
+submission.
 
-A stream holds `depth` operations, each copy of a batch one of them. A call that finds it full waits until the stream has run
-some, and such waits are counted, those under the interpreter's lock apart. These do not really wait: what would make room
-could need that lock.
+A stream holds `depth` operations; each copy of a batch is one. A call that finds the stream full waits until the stream
+has run some operations. Waits are counted, and also those under the interpreter's lock. A call under that lock does not
+really wait, because making room could need the lock.
 
-Time is modelled, not measured: an operation ends at max(end of the one before it, what it waits for, its submission) plus
-its cost, so streams overlap and every run of a seed gives the same times. */
+Time is modelled, not measured: an operation begins when the operation before it has ended, the event that it waits for
+has passed, and it was submitted. It ends after its cost. So streams overlap, and a seed always gives the same times. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -28,11 +30,11 @@ its cost, so streams overlap and every run of a seed gives the same times. */
 #include <time.h>
 #include <unistd.h>
 
-#define AGENTS 96 /* the host is agent 0, streams the others: a simulated life starts engines that never close theirs */
+#define AGENTS 96 /* agent 0 is the host, the others are streams; simulations start many engines and close none */
 #define DEVICES 2 /* their legacy default streams are the last agents */
 #define TABLE 65536
 #define PAGE_BITS 8
-#define LARGE 65536 /* accesses of more bytes are few, and compared with all others */
+#define LARGE 65536 /* accesses of more bytes are rare, so they are compared with all others */
 #define BUCKETS (1 << 20)
 
 enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
@@ -78,13 +80,13 @@ static Allocation *allocations;
 static Range *registered;
 static Access *accesses;
 static Place *places;
-static int buckets[BUCKETS], place_count, place_capacity; /* of a bucket its last place, 0 where it has none */
+static int buckets[BUCKETS], place_count, place_capacity; /* the last place of each bucket, or 0 */
 static int *large, large_count, large_capacity;
 static int allocation_count, registered_count, access_count, access_capacity, prune_at = 1024;
 static int initialized, version = 13000, stepped, pageable_is_fine, retained[DEVICES], broken[DEVICES], shifted, arch = 90;
 static int batch_limit = -1, depth = 1024, pins = 1;
 static unsigned most_delay_us;
-static int spoils; /* the first byte of each copy, in a process whose environment says so */
+static int spoils; /* whether each copy changes its first byte */
 static uint64_t drawn = 1, operations, races, wrong, faults, executed, waits, waits_with_lock;
 static Recorded *gate;
 static double host_time;
@@ -168,7 +170,7 @@ static void touch(Address low, size_t size, int write, int agent, uint32_t epoch
     for (Address page = low >> PAGE_BITS; size <= LARGE && page <= (mine.high - 1) >> PAGE_BITS; page++)
         for (int i = *bucket_of(page); i; i = places[i].next) {
             Access *other = &accesses[places[i].access];
-            Address overlap = other->low > low ? other->low : low; /* a pair is compared once, where its overlap begins */
+            Address overlap = other->low > low ? other->low : low; /* compare a pair once, at the beginning of its overlap */
             if (places[i].page == page && overlap >> PAGE_BITS == page) compare(&mine, other, sees);
         }
     if (access_count >= prune_at) prune();
@@ -199,7 +201,7 @@ static int registration(Address low, size_t size) {
 }
 static int is_mapped(Address low, size_t size) {
     Address first = low & ~(Address)4095;
-    return !msync((void *)first, low + size - first, MS_ASYNC); /* it does nothing else */
+    return !msync((void *)first, low + size - first, MS_ASYNC); /* this call only checks the mapping */
 }
 static char *reach(Address address, size_t size) {
     Allocation *found = allocation_of(address, size);
@@ -305,7 +307,7 @@ static void *serve(void *argument) {
             pthread_cond_wait(&changed, &lock);
             continue;
         }
-        if (stream->first->kind == PAUSE) { /* the one operation that takes real time */
+        if (stream->first->kind == PAUSE) { /* only this operation takes real time */
             useconds_t pause = 1e6 * stream->first->cost;
             pthread_mutex_unlock(&lock);
             usleep(pause);
@@ -336,10 +338,10 @@ static void make_room(Stream *stream) {
     if (stream->length < depth || broken[stream->device]) return;
     waits++;
     if (gil_check && gil_check()) { waits_with_lock++; return; }
-    pthread_cond_broadcast(&changed); /* of what this call has enqueued so far */
+    pthread_cond_broadcast(&changed); /* wake the stream's thread: this call may have enqueued operations already */
     while (stream->length >= depth && !broken[stream->device])
         if (!stepped) pthread_cond_wait(&changed, &lock);
-        else if (!step()) return; /* behind a gate that this very thread will open */
+        else if (!step()) return; /* the stream waits for a gate that this thread will open */
 }
 static Op *enqueue(Stream *stream, int kind, double cost) {
     make_room(stream);
@@ -386,8 +388,8 @@ static Result begin(const char *name, int needs_context) {
     pthread_mutex_unlock(&lock); \
     return code
 #define FAIL(value) do { code = (value); goto end; } while (0)
-/* What CUDA forbids while graphs are captured on the device: it fails and spoils them. An unsafe call does so by the modes of
-the calling thread and of the capture, a call that synchronizes the device in every mode. */
+/* A call that CUDA forbids while graphs are captured on the device fails and spoils the captures. Whether an unsafe call is
+forbidden depends on the modes of the calling thread and of the capture. A call that synchronizes the device always is. */
 #define UNSAFE if ((code = spoil(0))) goto end
 #define SYNCHRONIZES if ((code = spoil(1))) goto end
 static Result spoil(int synchronizes) {
@@ -410,7 +412,7 @@ static void start(Stream *stream, Stream as) {
     pthread_create(&stream->thread, NULL, serve, stream);
     pthread_detach(stream->thread);
 }
-/* No handle is the legacy default stream of the thread's device. All other streams are made non-blocking: none waits for it. */
+/* A null handle is the legacy default stream of the thread's device. All other streams are non-blocking, so none waits for it. */
 static Stream *stream_of(void *handle) {
     Stream *stream = handle;
     if (!stream && current >= 0) {
@@ -440,7 +442,7 @@ Result cuDeviceGetAttribute(int *value, int attribute, int device) {
     case 10: *value = 32; break;                 /* warp size */
     case 75: *value = arch / 10; break;          /* compute capability */
     case 76: *value = arch % 10; break;
-    case 99: *value = pins; break;               /* whether host memory can be registered */
+    case 99: *value = pins; break;               /* host memory can be registered */
     case 8: case 81: case 97: *value = 232448; break; /* shared memory */
     default: *value = 1024;
     }
@@ -502,7 +504,7 @@ Result cuGetErrorString(int code, const char **text) { return cuGetErrorName(cod
 
 Result cuStreamCreateWithPriority(void **made, unsigned flags, int priority) {
     BEGIN("cuStreamCreateWithPriority", 1);
-    if (flags != 1) FAIL(INVALID_VALUE); /* a blocking stream, which is not modelled */
+    if (flags != 1) FAIL(INVALID_VALUE); /* blocking streams are not modelled */
     for (int s = 1; s < AGENTS - DEVICES; s++) {
         Stream *stream = &streams[s];
         if (stream->alive) continue;
@@ -663,7 +665,7 @@ static Result release(Address address, Stream *stream) {
         size_t size = allocations[i].high - address;
         if (stream) { Op *op = enqueue(stream, RELEASE, 0); op->target = address; op->size = size; return OK; }
         host_touch(address, size, 1, RELEASE);
-        allocations[i] = allocations[--allocation_count]; /* the pages stay mapped: no address is used twice */
+        allocations[i] = allocations[--allocation_count]; /* the pages stay mapped, so that no address is used twice */
         return OK;
     }
     return INVALID_VALUE;
@@ -673,7 +675,7 @@ Result cuMemAllocAsync(Address *address, size_t size, void *on) {
     BEGIN("cuMemAllocAsync", 1);
     if (!stream_of(on)) FAIL(INVALID_HANDLE);
     if ((code = allocate(address, size))) goto end;
-    Op *op = enqueue(stream_of(on), ALLOCATE, 0); /* what uses the memory before this has run is a race */
+    Op *op = enqueue(stream_of(on), ALLOCATE, 0); /* using the memory before this operation is a race */
     op->target = *address;
     op->size = size;
     END;
@@ -733,7 +735,7 @@ static Result batch_copy(Address *targets, Address *sources, size_t *sizes, size
     BEGIN("cuMemcpyBatchAsync", 1);
     *failed = SIZE_MAX;
     Stream *stream = stream_of(on);
-    if (!on || !stream || !count || attribute_count != 1 || indices[0]) FAIL(INVALID_VALUE); /* never on the default stream */
+    if (!on || !stream || !count || attribute_count != 1 || indices[0]) FAIL(INVALID_VALUE); /* the default stream takes no batches */
     for (int i = 0; i < 4; i++) if (attributes->hints[i]) FAIL(INVALID_VALUE);
     if (attributes->order < IN_ORDER || attributes->order > ANY) FAIL(INVALID_VALUE);
     for (size_t i = 0; i < count; i++) {
@@ -751,7 +753,7 @@ Result cuGetProcAddress_v2(const char *name, void **found, int wanted, uint64_t 
     if (wanted > version) { *status = 2; return INVALID_VALUE; }
     if (!strcmp(name, "cuMemcpyBatchAsync")) {
         if (version < 12080) return NOT_FOUND;
-        if (wanted >= 12080 && wanted < 13000) *found = (void *)batch_copy; /* 13.0 has a form with 8 arguments, too */
+        if (wanted >= 12080 && wanted < 13000) *found = (void *)batch_copy; /* CUDA 13.0 also has a form with 8 arguments */
     } else {
         char second[128];
         snprintf(second, sizeof second, "%s_v2", name);
@@ -803,7 +805,7 @@ Result cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned
     END;
 }
 
-/* A forked process has the parent's memory, and a driver that was never initialized: every call is refused. */
+/* In a forked process the driver counts as never initialized, so it refuses every call. */
 static void forked(void) {
     pthread_mutex_init(&lock, NULL);
     pthread_cond_init(&changed, NULL); /* otherwise a broadcast waits for the parent's threads */
@@ -821,7 +823,7 @@ __attribute__((constructor)) static void load(void) {
 void emu_reset(int is_stepped, uint64_t seed, unsigned delay_us, int driver_version) {
     pthread_mutex_lock(&lock);
     for (int i = 0; i < DEVICES; i++) retained[i] = broken[i] = 0;
-    for (int s = 1; s < AGENTS; s++) { /* what is still queued is forgotten: the memory behind it may be gone */
+    for (int s = 1; s < AGENTS; s++) { /* drop queued operations, because their memory may be gone */
         Op *op = streams[s].first;
         while (op) { Op *next = op->next; unrefer(op->recorded); free(op); op = next; }
         streams[s].first = streams[s].last = NULL;
@@ -833,7 +835,7 @@ void emu_reset(int is_stepped, uint64_t seed, unsigned delay_us, int driver_vers
         while (streams[s].alive) { pthread_cond_wait(&changed, &lock); }
         memset(&streams[s], 0, sizeof streams[s]);
     }
-    allocation_count = registered_count = access_count = 0; /* as if the process had begun anew */
+    allocation_count = registered_count = access_count = 0; /* as in a new process */
     forget_places();
     memset(&host, 0, sizeof host);
     for (int i = 0; i < 128; i++) calls[i].count = calls[i].with_gil = calls[i].times = calls[i].skip = 0;
@@ -850,7 +852,7 @@ int emu_step(int count) {
     pthread_mutex_unlock(&lock);
     return done;
 }
-/* What is enqueued on the stream from now on waits until `emu_open`. */
+/* Make operations that are enqueued on the stream from now on wait until `emu_open`. */
 int emu_gate(void *on) {
     pthread_mutex_lock(&lock);
     Stream *stream = stream_of(on);
@@ -867,7 +869,7 @@ void emu_open(void) {
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }
-/* A kernel of the engine's: writes a pattern, or reads and compares. */
+/* Launch an engine's kernel, which writes a pattern or compares the memory with it. */
 int emu_kernel(void *on, Address address, size_t size, uint64_t seed, int writes, double cost) {
     pthread_mutex_lock(&lock);
     Stream *stream = stream_of(on);
@@ -879,7 +881,7 @@ int emu_kernel(void *on, Address address, size_t size, uint64_t seed, int writes
     pthread_mutex_unlock(&lock);
     return stream ? OK : INVALID_HANDLE;
 }
-/* Looks at device memory past all rules, for a test that has waited; a copy of nothing where there is none. */
+/* Copy device memory without an operation. Return whether the memory exists. */
 int emu_peek(Address address, void *into, size_t size) {
     pthread_mutex_lock(&lock);
     Allocation *found = allocation_of(address, size);
@@ -899,7 +901,7 @@ void emu_break(int device, int code) {
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }
-long emu_calls(const char *name, int with_gil) { /* an empty name: of all functions */
+long emu_calls(const char *name, int with_gil) { /* an empty name counts the calls of all functions */
     pthread_mutex_lock(&lock);
     long found = 0;
     for (int i = 0; i < 128 && calls[i].name; i++)

@@ -10,7 +10,7 @@ checks find a race or wrong bytes.
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
@@ -186,7 +186,7 @@ class Life(Steps):
         device: the device's number.
         is_stepped: whether the emulator's streams run in this thread, between two steps.
         timeout_s: the time limit of copies.
-        on_default_stream: whether the engine stays on the device's default stream.
+        options: further options of the engine.
     """
 
     engine: Engine
@@ -200,17 +200,19 @@ class Life(Steps):
         *,
         is_stepped: bool = True,
         timeout_s: float = TIMEOUT_S,
-        on_default_stream: bool = False,
+        blocks: int = BLOCKS,
+        slots: int = SLOTS,
+        **options: Any,  # noqa: ANN401
     ) -> None:
         self.emulator, self.is_stepped = emulator, is_stepped
-        engine = Engine(emulator, device, BLOCKS, on_default_stream=on_default_stream)
+        engine = Engine(emulator, device, blocks, **options)
         self.clock = FakeClock()
         self.portal = ManualPortal(self.clock)
         patch.setattr(factory, "current_stream", lambda device: lambda: engine.stream)
-        config = OffloadConfig(host_bytes=SLOTS * engine.layout.slot_bytes, transfer_timeout_s=timeout_s)
+        config = OffloadConfig(host_bytes=slots * engine.layout.slot_bytes, transfer_timeout_s=timeout_s)
         side = WorkerSide(Rank(0), 1, config, self.portal, clock=self.clock)
-        assert side.register(engine.layout) == SLOTS
-        super().__init__(engine, side, seed, blocks=BLOCKS, slots=SLOTS, most=4)
+        assert side.register(engine.layout) == slots
+        super().__init__(engine, side, seed, blocks=blocks, slots=slots, most=4)
 
     def let_some_run(self) -> None:
         if self.is_stepped:

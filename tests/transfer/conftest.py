@@ -1,13 +1,14 @@
-"""Builds the emulated CUDA driver once per session, with gcc, for the tests of this folder."""
-
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from tests.cuda_emulator import Emulator, build
+from tests.cuda_emulator.life import Life
+from tests.transfer.rig import Rig, running
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +23,25 @@ def emulator(cuda_library_path: Path) -> Iterator[Emulator]:
     emulator.reset(stepped=True)
     yield emulator
     emulator.reset(stepped=True)  # this stops the emulator's own threads
+
+
+@pytest.fixture
+def start(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Life]]:
+    """Return a function that starts a rank. At the end of the test, all ranks are closed."""
+    lives: list[Life] = []
+
+    def started(seed: int = 1, device: int = 0, **options: object) -> Life:
+        lives.append(Life(emulator, monkeypatch, seed, device, **options))  # type: ignore[arg-type]
+        return lives[-1]
+
+    yield started
+    for life in lives:
+        life.close()
+
+
+@pytest_asyncio.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """Yield a pump whose coroutine runs."""
+    rig = Rig()
+    async with running(rig):
+        yield rig

@@ -14,9 +14,10 @@ from kvoffload.testing import FakeClock, FakeDevice, GatedCopier, wait_all_block
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_checksums
 from kvoffload.transfer.host_memory import MmapAllocator
+from kvoffload.transfer.pump import TransferPump
 from tests.copy_jobs import device_job
 from tests.gates import ManualExecutor
-from tests.transfer.counts import CountedPump, statistics_of
+from tests.transfer.counts import TransferStatistics, statistics_of
 
 DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 TIMEOUT_S = 2.0
@@ -30,12 +31,32 @@ def load(number: int, slots: Sequence[int], blocks: Sequence[int]) -> DeviceJob:
     return device_job(number, Direction.LOAD, slots, blocks)
 
 
+def ready_arena(device: FakeDevice, slots: int, chunk_slots: int = 1024) -> Arena:
+    """Return an arena whose slots are ready, with `chunk_slots` of them in a chunk."""
+    allocator = MmapAllocator(ManualExecutor(held=False))
+    arena = Arena(device.layout, slots, allocator, chunk_bytes=chunk_slots * device.layout.slot_bytes)
+    asyncio.run(arena.prepare())
+    return arena
+
+
+class CountedPump(TransferPump):
+    turns = 0
+    """how often the coroutine has woken up"""
+
+    def _turn(self) -> bool:
+        self.turns += 1
+        return super()._turn()
+
+
 class Rig:
     """A pump with eight device blocks of 96 bytes in two regions, and sixteen slots in chunks of five.
 
-    At most four blocks are in flight. With `verify`, checksums are computed when the test calls
-    `rig.reader.run_next()`. `memory` allocates the host memory, by default at once.
+    With `verify`, checksums are computed when the test calls `rig.reader.run_next()`. `memory` allocates the
+    host memory, by default at once.
     """
+
+    task: asyncio.Task[Any]
+    """the coroutine, once it runs"""
 
     def __init__(
         self,
@@ -49,12 +70,8 @@ class Rig:
         self.clock = FakeClock()
         self.copier = GatedCopier()
         size = self.device.layout.slot_bytes
-        self.arena = Arena(
-            self.device.layout,
-            slots,
-            MmapAllocator(memory or ManualExecutor(held=False)),
-            chunk_bytes=5 * size,
-        )
+        allocator = MmapAllocator(memory or ManualExecutor(held=False))
+        self.arena = Arena(self.device.layout, slots, allocator, chunk_bytes=5 * size)
         self.reader = ManualExecutor()
         self.pump = CountedPump(
             Rank(0),
@@ -67,7 +84,7 @@ class Rig:
         )
 
     def slot(self, slot: int) -> bytes:
-        return self.arena.pages(slot)[0].tobytes() + self.arena.pages(slot)[1].tobytes()
+        return b"".join(self.arena.pages(slot))
 
     def rot(self, slot: int, region: int = 0) -> None:
         self.arena.pages(slot)[region][7] ^= 1
@@ -80,11 +97,12 @@ class Rig:
     def outcomes(self) -> dict[int, CopyOutcome]:
         return {report.job: report.outcome for report in self.reports()}
 
+    @property
+    def counts(self) -> TransferStatistics:
+        return statistics_of(self.pump)
+
     def assert_nothing_held(self) -> None:
-        now = statistics_of(self.pump)
-        held = (now.open_jobs, now.queued_stores, now.pending_batches, now.abandoned_batches)
-        assert held == (0, 0, 0, 0)
-        assert now.store_bytes_in_flight == 0
+        assert self.counts == TransferStatistics(0, 0, 0, 0, 0, self.counts.store_bytes_bound)
         assert not self.has_work
 
     @property
@@ -94,16 +112,18 @@ class Rig:
 
 
 @asynccontextmanager
-async def running(rig: Rig) -> AsyncIterator[asyncio.Task[Any]]:
-    """Run the pump's coroutine. On exit, end open copies and stop the coroutine."""
+async def running(rig: Rig) -> AsyncIterator[None]:
+    """Run the pump's coroutine. On exit, end open copies, stop the coroutine, and check that nothing is held."""
     await rig.arena.prepare()
-    task = asyncio.create_task(rig.pump.run())
+    rig.task = asyncio.create_task(rig.pump.run())
     await wait_all_blocked()
     try:
-        yield task
+        yield
     finally:
         rig.copier.release()
         rig.reader.release()
-        task.cancel()
+        rig.task.cancel()
         await rig.clock.advance(2 * TIMEOUT_S)
-        await asyncio.gather(task, return_exceptions=True)
+        await asyncio.gather(rig.task, return_exceptions=True)
+    rig.reports()
+    rig.assert_nothing_held()

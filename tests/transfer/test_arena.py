@@ -7,12 +7,14 @@ import mmap
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvoffload.model.errors import HostMemoryBusy, HostMemoryError
 from kvoffload.runtime import worker_side
 from kvoffload.testing import FakeClock, FakeDevice, wait_all_blocked
+from kvoffload.transfer import host_memory
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import HostChunk, MmapAllocator
 from tests.captured_logs import capture_logs
@@ -20,22 +22,20 @@ from tests.gates import ManualExecutor
 
 LAYOUT = FakeDevice(4, [4096, 1024]).layout
 CHUNK = 3 * LAYOUT.slot_bytes
-_NO_RESERVE = 0x4000  # Linux: reserve no swap space for the mapping
 
 pytestmark = pytest.mark.asyncio
 
 
 class CountingPin:
-    """Replaces a device's driver. Records pinned memory, and refuses to pin more after `limit` registrations."""
+    """Replaces a device's driver. Records pinned memory, and pins at most `limit` chunks."""
 
     def __init__(self, limit: int = 1000) -> None:
         self.pinned: dict[int, int] = {}
-        self._left = limit
+        self._limit = limit
 
     def register(self, address: int, size: int) -> None:
-        if self._left == 0:
+        if len(self.pinned) == self._limit:
             raise HostMemoryError("the driver refused")
-        self._left -= 1
         self.pinned[address] = size
 
     def unregister(self, address: int) -> bool:
@@ -43,9 +43,15 @@ class CountingPin:
         return True
 
 
+def arena_of(slots: int, executor: ManualExecutor | None = None, **options: Any) -> Arena:  # noqa: ANN401
+    """Return an arena with three slots in a chunk. By default, each chunk is allocated at once."""
+    allocator = MmapAllocator(executor or ManualExecutor(held=False), options.pop("pin", None))
+    return Arena(LAYOUT, slots, allocator, chunk_bytes=CHUNK, **options)
+
+
 async def test_ready_slots_grow_with_each_chunk_and_keep_their_addresses() -> None:
     executor, pin = ManualExecutor(), CountingPin()
-    arena = Arena(LAYOUT, 8, MmapAllocator(executor, pin), chunk_bytes=CHUNK)
+    arena = arena_of(8, executor, pin=pin)
     growth = [arena.ready_slots]
     task = asyncio.create_task(arena.prepare())
     for _ in range(3):
@@ -70,50 +76,34 @@ async def test_ready_slots_grow_with_each_chunk_and_keep_their_addresses() -> No
     assert pin.pinned == {}
 
 
-async def test_a_refused_chunk_ends_growth_and_keeps_ready_slots() -> None:
-    pin = CountingPin(limit=2)
-    arena = Arena(LAYOUT, 9, MmapAllocator(ManualExecutor(held=False), pin), chunk_bytes=CHUNK)
+@pytest.mark.parametrize(
+    ("reason", "ready"), [("the driver refused", 6), ("bytes are left", 6), ("Cannot allocate memory", 0)]
+)
+async def test_a_refused_chunk_ends_growth_and_keeps_ready_slots(
+    reason: str, ready: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(12, reason)
+
+    pin = CountingPin(limit=2 if reason == "the driver refused" else 1000)
+    if reason == "Cannot allocate memory":
+        monkeypatch.setattr(mmap, "mmap", refuse)
+    if reason == "bytes are left":
+        left = iter([2**30, 2**30, 2**28 + 1])
+        monkeypatch.setattr(host_memory, "available_bytes", lambda read: next(left))
+    arena = arena_of(9, pin=pin)
     with capture_logs() as logs:
         await arena.prepare()
-    assert arena.ready_slots == 6
-    assert arena.refusal == "the driver refused"
+    assert arena.ready_slots == ready
+    assert arena.refusal is not None
+    assert reason in arena.refusal
     assert [entry["event"] for entry in logs] == ["host_memory_refused"]
     arena.close()
     assert pin.pinned == {}
 
 
-async def test_memory_that_the_system_refuses_ends_the_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(mmap, "mmap", refuse)
-    arena = Arena(LAYOUT, 3, MmapAllocator(ManualExecutor(held=False)))
-    with capture_logs():
-        await arena.prepare()
-    assert arena.ready_slots == 0
-    assert arena.refusal is not None
-    assert "Cannot allocate memory" in arena.refusal
-
-
-async def test_growth_ends_before_the_machine_runs_out_of_memory() -> None:
-    left_kib = [2**20, 2**20, 256 * 1024 + 1]
-    pieces = iter(left_kib)
-    allocator = MmapAllocator(
-        ManualExecutor(held=False),
-        read=lambda name: f"MemAvailable: {next(pieces)} kB" if name == "/proc/meminfo" else None,
-    )
-    arena = Arena(LAYOUT, 9, allocator, chunk_bytes=CHUNK)
-    with capture_logs() as logs:
-        await arena.prepare()
-    assert arena.ready_slots == 6
-    assert arena.refusal is not None
-    assert arena.refusal.startswith(f"{left_kib[-1] * 1024} bytes are left")
-    assert [entry["event"] for entry in logs] == ["host_memory_refused"]
-    arena.close()
-
-
 async def test_an_arena_may_have_no_slots() -> None:
-    arena = Arena(LAYOUT, 0, MmapAllocator(ManualExecutor(held=False)))
+    arena = arena_of(0)
     await arena.prepare()
     assert (arena.ready_slots, arena.refusal) == (0, None)
     arena.close()
@@ -122,7 +112,7 @@ async def test_an_arena_may_have_no_slots() -> None:
 @pytest.mark.parametrize("how", ["cancelled", "closed"])
 async def test_a_chunk_that_is_allocated_while_the_growth_ends_is_released(how: str) -> None:
     executor, pin = ManualExecutor(), CountingPin()
-    arena = Arena(LAYOUT, 8, MmapAllocator(executor, pin), chunk_bytes=CHUNK)
+    arena = arena_of(8, executor, pin=pin)
     task = asyncio.create_task(arena.prepare())
     await wait_all_blocked()
     if how == "cancelled":
@@ -136,24 +126,24 @@ async def test_a_chunk_that_is_allocated_while_the_growth_ends_is_released(how: 
 
 
 class ChargingPin(CountingPin):
-    """A driver that takes fake time for each pinned byte, and is busy for the first `busy` calls."""
+    """A driver that takes a second of fake time for each chunk, and is busy for the first `busy` calls."""
 
-    def __init__(self, clock: FakeClock, bytes_per_second: float = CHUNK, busy: int = 0) -> None:
-        super().__init__(limit=10**6)
-        self._clock, self._speed, self.busy = clock, bytes_per_second, busy
+    def __init__(self, clock: FakeClock, busy: int = 0) -> None:
+        super().__init__()
+        self._clock, self.busy = clock, busy
 
     def register(self, address: int, size: int) -> None:
         if self.busy:
             self.busy -= 1
             raise HostMemoryBusy("a graph is being captured")
-        self._clock.jump(size / self._speed)
+        self._clock.jump(size / CHUNK)
         super().register(address, size)
 
 
 async def test_a_limited_part_is_allocated_at_the_start_and_the_rest_with_pauses() -> None:
     clock = FakeClock()
     pin = ChargingPin(clock)
-    arena = Arena(LAYOUT, 18, MmapAllocator(ManualExecutor(held=False), pin), chunk_bytes=CHUNK, clock=clock)
+    arena = arena_of(18, pin=pin, clock=clock)
     await arena.prepare_for(2.5)
     assert arena.ready_slots == 9
     assert clock.monotonic() == pytest.approx(3.0, rel=0.1)
@@ -176,7 +166,7 @@ async def test_a_limited_part_is_allocated_at_the_start_and_the_rest_with_pauses
 async def test_pinning_that_is_busy_at_the_start_is_tried_again_later() -> None:
     clock = FakeClock()
     pin = ChargingPin(clock, busy=3)
-    arena = Arena(LAYOUT, 6, MmapAllocator(ManualExecutor(held=False), pin), chunk_bytes=CHUNK, clock=clock)
+    arena = arena_of(6, pin=pin, clock=clock)
     with capture_logs() as logs:
         await arena.prepare_for(10)
         assert (arena.ready_slots, arena.is_growing, pin.busy) == (0, True, 2)
@@ -186,25 +176,21 @@ async def test_pinning_that_is_busy_at_the_start_is_tried_again_later() -> None:
         await clock.advance(5)
         await task
     assert (arena.ready_slots, arena.refusal) == (6, None)
-    assert [(entry["event"], entry["retry_s"]) for entry in logs] == [
-        ("host_memory_busy", 1.0),
-        ("host_memory_busy", 2.0),
-    ]
+    found = [(entry["event"], entry["retry_s"]) for entry in logs]
+    assert found == [("host_memory_busy", 1.0), ("host_memory_busy", 2.0)]
     arena.close()
 
 
 class TouchlessAllocator:
-    """Maps memory without touching the pages. Pinning takes as long as at 10 GB/s."""
+    """Returns addresses without memory. Pinning takes as long as at 10 GB/s."""
 
     def __init__(self, clock: FakeClock) -> None:
-        self._pin = ChargingPin(clock, 10e9)
+        self._clock, self._end = clock, 2**40
 
     async def allocate(self, size: int) -> HostChunk:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
-        hold = [(ctypes.c_char * size).from_buffer(memory)]
-        address = ctypes.addressof(hold[0])
-        self._pin.register(address, size)
-        return HostChunk(address, size, hold.clear)  # dropping the last reference removes the mapping
+        self._clock.jump(size / 10e9)
+        self._end += size
+        return HostChunk(self._end - size, size, lambda: None)
 
 
 async def test_half_a_tebibyte_delays_the_start_by_seconds_and_no_step() -> None:
@@ -229,7 +215,7 @@ async def test_half_a_tebibyte_delays_the_start_by_seconds_and_no_step() -> None
 
 
 async def test_memory_stays_out_of_forked_children_and_core_dumps() -> None:
-    arena = Arena(LAYOUT, 3, MmapAllocator(ManualExecutor(held=False)))
+    arena = arena_of(3)
     await arena.prepare()
     address = int(arena.geometry.host_base[0, 0])
     maps = await asyncio.to_thread(Path("/proc/self/smaps").read_text)
@@ -248,9 +234,8 @@ async def test_memory_stays_out_of_forked_children_and_core_dumps() -> None:
 
 async def test_a_slots_pages_are_read_and_written_in_the_order_of_the_regions() -> None:
     sizes = [96, 96, 40, 96, 40, 40]
-    arena = Arena(
-        FakeDevice(4, sizes).layout, 4, MmapAllocator(ManualExecutor(held=False)), chunk_bytes=3 * 408
-    )
+    allocator = MmapAllocator(ManualExecutor(held=False))
+    arena = Arena(FakeDevice(4, sizes).layout, 4, allocator, chunk_bytes=3 * 408)
     await arena.prepare()
     contents = [bytes((slot + at) % 256 for at in range(408)) for slot in range(4)]
     for slot, content in enumerate(contents):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable
 from concurrent.futures import CancelledError
@@ -24,10 +23,10 @@ from kvoffload.transfer.checksums import (
     whole_slots,
 )
 from kvoffload.transfer.factory import make_checksums
-from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
 from tests.gates import ManualExecutor
+from tests.transfer.rig import ready_arena
 
 SLOTS = 7
 PAGES = [[64, 32], [1], [100, 5000, 100], [4096, 4096], [9000], [70_000, 70_001]]
@@ -36,10 +35,7 @@ WAYS = [slots_in_place, GatheredSlots, SampledSlots]
 
 def arena_of(pages: list[int], slots: int = SLOTS) -> Arena:
     """Return an arena full of random bytes, in chunks of three slots."""
-    layout = FakeDevice(2, pages).layout
-    arena = Arena(layout, slots, MmapAllocator(ManualExecutor(held=False)), chunk_bytes=3 * layout.slot_bytes)
-    asyncio.run(arena.prepare())
-    draw = random.Random(0)
+    arena, draw = ready_arena(FakeDevice(2, pages), slots, chunk_slots=3), random.Random(0)
     for slot in range(slots):
         for region, size in enumerate(pages):
             arena.pages(slot)[region][:] = draw.randbytes(size)
@@ -166,11 +162,6 @@ def test_slots_changed_since_their_store_are_reported_by_position(verify: str) -
     assert checksums.start(Direction.LOAD, np.array([6, 0, 4, 0])).result() == (1, 3)
 
 
-def test_a_slot_without_a_checksum_counts_as_corrupt() -> None:
-    checksums = checksums_of(arena_of([64]), ManualExecutor(held=False))
-    assert checksums.start(Direction.LOAD, np.array([2])).result() == (0,)
-
-
 def test_a_store_renews_the_checksum() -> None:
     arena, executor = arena_of([64]), ManualExecutor(held=False)
     checksums = checksums_of(arena, executor)
@@ -204,7 +195,3 @@ def test_a_ticket_reports_that_reading_failed_or_will_not_happen() -> None:
     for work, error in ((failed, CopyError), (cancelled, CancelledError)):
         with pytest.raises(error):
             CheckedTicket(copies, lambda work=work: work).query()  # type: ignore[misc]
-
-
-def test_with_verify_off_no_checksums_are_kept() -> None:
-    assert make_checksums("off", arena_of([64]), executor=ManualExecutor()) is None

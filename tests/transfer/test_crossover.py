@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,42 +14,68 @@ from kvoffload.model.wire import Direction
 from kvoffload.transfer.cuda import crossover
 from kvoffload.transfer.cuda.copier import ENGINE_ONLY, CudaCopier, GpuProfile, split
 from kvoffload.transfer.cuda.crossover import Trial, learn
+from kvoffload.transfer.cuda.driver import CudaScratch, NvidiaDriver
 from kvoffload.transfer.host_copier import copy_by_memmove
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns
 from tests.captured_logs import capture_logs
-from tests.transfer.fake_cuda import FakeCuda, Stream
+from tests.cuda_emulator import Emulator, Engine
+from tests.cuda_emulator.page_kernel import install
 
 KIB = 1024
+SCRATCH = 512 * KIB
 
 
-class Device(FakeCuda):
-    """A fake device that runs operations when queried. The kernel's time depends only on a piece's size."""
+class Device:
+    """A device on which the copy engine is as fast as the kernel from these sizes on. Each call copies at once.
+
+    An event takes a second of its time, and a copy as long as `seconds` returns.
+    """
 
     def __init__(self, *, load_wins_from: int, store_wins_from: int) -> None:
-        super().__init__()
-        self.scratch_bytes = 512 * KIB
         self.wins_from = {Direction.LOAD: load_wins_from, Direction.STORE: store_wins_from}
-        self.direction = Direction.LOAD
-        self.seconds = self._seconds
+        self.time, self.lent, self.prepared = 0.0, 0, list[int]()
 
-    def copy(self, direction: Direction, runs: CopyRuns, stream: Stream) -> None:
-        self.direction = direction
-        super().copy(direction, runs, stream)
+    def stream(self, *, urgent: bool) -> int:
+        return int(urgent)
 
-    def has_passed(self, event: object) -> bool:
-        for stream in self.streams:
-            self.run(stream)
-        return super().has_passed(event)  # type: ignore[arg-type]
+    def event(self, *, timed: bool) -> SimpleNamespace:
+        return SimpleNamespace(passed_at=None)
 
-    def _seconds(self, kind: str, runs: CopyRuns) -> float:
-        if kind == "kernel":
-            return float(runs.total_bytes)
-        return max(float(runs.total_bytes), float(len(runs) * self.wins_from[self.direction])) * 0.99
+    def record(self, event: SimpleNamespace, stream: int) -> None:
+        self.time += 1.0
+        event.passed_at = self.time
+
+    def has_passed(self, event: SimpleNamespace) -> bool:
+        return event.passed_at is not None
+
+    def seconds_between(self, start: SimpleNamespace, end: SimpleNamespace) -> float:
+        return float(end.passed_at - start.passed_at)
+
+    def copy(self, direction: Direction, runs: CopyRuns, stream: int) -> None:
+        copy_by_memmove(runs)
+        self.time += self.seconds(direction, runs)
+
+    def seconds(self, direction: Direction, runs: CopyRuns) -> float:
+        return 0.99 * max(runs.total_bytes, len(runs) * self.wins_from[direction])
+
+    def prepare_kernel(self, stream: int, programs: int) -> None:
+        self.prepared.append(stream)
+
+    def copy_by_kernel(self, runs: CopyRuns, stream: int) -> None:
+        copy_by_memmove(runs)
+        self.time += runs.total_bytes
+
+    @contextmanager
+    def scratch(self, size: int, stream: int) -> Iterator[CudaScratch]:
+        device = np.zeros(SCRATCH, np.uint8)
+        self.lent += 1
+        yield CudaScratch(device.ctypes.data, np.zeros(2 * SCRATCH, np.uint8))
+        self.lent -= 1
 
 
 def learned(device: Device, profile: GpuProfile | None = None) -> CudaCopier:
-    copier: CudaCopier = CudaCopier(device)  # type: ignore[arg-type]
+    copier = CudaCopier(device)  # type: ignore[arg-type]
     copier.profile = profile or GpuProfile()
     learn(copier, "cuda:0")
     return copier
@@ -58,11 +87,8 @@ def test_the_search_ends_at_the_first_size_at_which_the_copy_engine_is_as_fast()
         copier = learned(device)
     assert copier.kernel_below == {Direction.LOAD: 32 * KIB, Direction.STORE: 4 * KIB}
     (entry,) = logs
-    assert (entry["event"], entry["load_below_bytes"], entry["store_below_bytes"]) == (
-        "copy_crossover_measured",
-        32 * KIB,
-        4 * KIB,
-    )
+    found = entry["event"], entry["load_below_bytes"], entry["store_below_bytes"]
+    assert found == ("copy_crossover_measured", 32 * KIB, 4 * KIB)
     assert device.lent == 0
 
 
@@ -79,38 +105,37 @@ def test_the_kernel_is_prepared_for_the_directions_that_use_it(stores: bool) -> 
     assert (copier.stream(Direction.STORE) in device.prepared) is stores
 
 
-def fails_to_import(device: Device) -> None:
-    device.kernel_error = ModuleNotFoundError("No module named 'triton'")
+def fails_to_import(stream: int, programs: int) -> None:
+    raise ModuleNotFoundError("No module named 'triton'")
 
 
-def moves_wrong_bytes(device: Device) -> None:
-    enqueue = device.copy_by_kernel
-
-    def one_short(runs: CopyRuns, stream: Stream) -> None:
-        enqueue(CopyRuns(runs.source[1:], runs.target[1:], runs.size[1:]), stream)
-
-    device.copy_by_kernel = one_short  # type: ignore[method-assign]
+def moves_wrong_bytes(runs: CopyRuns, stream: int) -> None:
+    copy_by_memmove(runs[1:])
 
 
-def never_ends(device: Device) -> None:
-    device.has_passed = lambda event: False  # type: ignore[method-assign]
+def never_passes(event: object) -> bool:
+    return False
 
 
-def has_no_memory(device: Device) -> None:
-    def refuse(size: int, stream: Stream) -> None:
-        raise MemoryError
-
-    device.scratch = refuse  # type: ignore[method-assign, assignment]
+def has_no_memory(size: int, stream: int) -> None:
+    raise MemoryError
 
 
-@pytest.mark.parametrize("fault", [fails_to_import, moves_wrong_bytes, never_ends, has_no_memory])
+@pytest.mark.parametrize(
+    ("call", "fault"),
+    [
+        ("prepare_kernel", fails_to_import),
+        ("copy_by_kernel", moves_wrong_bytes),
+        ("has_passed", never_passes),
+        ("scratch", has_no_memory),
+    ],
+)
 def test_after_any_error_while_measuring_the_copy_engine_makes_all_copies(
-    fault: object, monkeypatch: pytest.MonkeyPatch
+    call: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(crossover, "_PATIENCE_S", 0.0)
     device = Device(load_wins_from=32 * KIB, store_wins_from=32 * KIB)
-    assert callable(fault)
-    fault(device)
+    monkeypatch.setattr(device, call, fault)
     with capture_logs() as logs:
         copier = learned(device)
     assert copier.kernel_below == ENGINE_ONLY
@@ -122,120 +147,119 @@ def test_the_measurement_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> No
     assert learned(Device(load_wins_from=32 * KIB, store_wins_from=32 * KIB)).kernel_below == ENGINE_ONLY
 
 
-def test_timed_copies_follow_copies_that_hide_the_enqueuing_time() -> None:
-    device = Device(load_wins_from=0, store_wins_from=0)
-    stream = device.stream(urgent=False)
-    kinds: list[str] = []
+def test_timed_copies_follow_copies_that_hide_the_enqueuing_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, copies = Device(load_wins_from=0, store_wins_from=0), list[CopyRuns]()
 
-    def second(kind: str, runs: CopyRuns) -> float:
-        kinds.append(kind)
+    def second(direction: Direction, runs: CopyRuns) -> float:
+        copies.append(runs)
         return 1.0
 
-    device.seconds = second
-    with device.scratch(0, stream) as scratch:
-        trial = Trial(device, stream, scratch, cover_s=0.25)  # type: ignore[arg-type]
+    monkeypatch.setattr(device, "seconds", second)
+    runs = CopyRuns(*(np.zeros(0, np.int64) for _ in range(3)))
+    with device.scratch(0, 0) as scratch:
+        trial = Trial(device, 0, scratch, cover_s=0.25)  # type: ignore[arg-type]
         trial.enqueue_s[False] = 1.0
-        start = device.time
-        runs = CopyRuns(*(np.zeros(0, np.int64) for _ in range(3)))
         timed = trial.seconds(Direction.LOAD, runs, by_kernel=False)
     # Six copies of 0.25 s last 1.5 times as long as the last enqueuing (1 s). The seventh copy is timed.
-    assert len(kinds) == 6 + 1
-    # the six copies, the timed copy, and an event before and after it
-    assert device.time - start == 6 + 1 + 2
+    assert [len(copy) for copy in copies] == [1] * 6 + [0]
     assert timed == 1 + 1
 
 
 def test_a_batchs_time_is_its_enqueuing_time_if_that_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, piece = [0.0], 8 * KIB
+    clock, piece, device = [0.0], 8 * KIB, Device(load_wins_from=0, store_wins_from=0)
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    seconds = device.seconds
 
-    class Slow(Device):
-        def copy(self, direction: Direction, runs: CopyRuns, stream: Stream) -> None:
-            clock[0] += float(len(runs)) * 2 * piece
-            super().copy(direction, runs, stream)
+    def slow(direction: Direction, runs: CopyRuns) -> float:
+        clock[0] += float(len(runs)) * 2 * piece
+        return seconds(direction, runs)
 
-    copier = learned(Slow(load_wins_from=0, store_wins_from=0))
-    assert copier.kernel_below == dict.fromkeys(Direction, 2 * piece)
+    monkeypatch.setattr(device, "seconds", slow)
+    assert learned(device).kernel_below == dict.fromkeys(Direction, 2 * piece)
+
+
+class NotingDriver(NvidiaDriver):
+    """Notes how many copies the page kernel and the copy engine make."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__("cuda:0", lambda: engine.stream)
+        self.made: list[tuple[str, int]] = []
+
+    def copy(self, direction: Direction, runs: CopyRuns, stream: int) -> None:
+        super().copy(direction, runs, stream)
+        self.made.append(("copy", len(runs)))
+
+    def copy_by_kernel(self, runs: CopyRuns, stream: int) -> None:
+        super().copy_by_kernel(runs, stream)
+        self.made.append(("kernel", len(runs)))
 
 
 class Batch:
-    """A copier with known limits, and a batch of 40 copies of 64 bytes and 2 copies of 4 KiB."""
+    """A batch of 40 copies of 64 bytes and 2 copies of 4 KiB. Stores of less than 1 KiB use the kernel."""
 
-    def __init__(self, below: int = KIB) -> None:
-        self.cuda = FakeCuda()
-        self.copier: CudaCopier = CudaCopier(self.cuda)  # type: ignore[arg-type]
-        self.copier.kernel_below = {Direction.LOAD: 0, Direction.STORE: below}
-        self.loads, self.stores = self.cuda.streams
+    def __init__(self, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.kernel = install(monkeypatch)
+        self._emulator, self._engine = emulator, Engine(emulator, blocks=1, pages=(40 * 64 + 2 * 4096,))
+        self.driver = NotingDriver(self._engine)
+        self.copier = CudaCopier(self.driver)
+        self.copier.use_kernel({Direction.LOAD: 0, Direction.STORE: KIB})
+        self._host = self.driver.pinned(self._engine.layout.slot_bytes)
         size = np.array([64] * 40 + [4096] * 2, np.int64)
-        self.source = np.random.default_rng(0).integers(0, 256, int(size.sum()) + 16, np.uint8)
-        self.target = np.zeros_like(self.source)
         starts = np.cumsum(size) - size
-        addresses = [
-            array.ctypes.data + -array.ctypes.data % 16 + starts for array in (self.source, self.target)
-        ]
-        self.runs = CopyRuns(addresses[0], addresses[1], size)
+        on_device = self._engine.layout.regions[0].address + starts
+        self.store = CopyRuns(on_device, self._host.ctypes.data + starts, size)
 
-    def arrived(self) -> bool:
-        size = self.runs.total_bytes
-        first, second = (int(where[0]) for where in (self.runs.source, self.runs.target))
-        begin = (first - self.source.ctypes.data, second - self.target.ctypes.data)
-        return np.array_equal(self.source[begin[0] :][:size], self.target[begin[1] :][:size])
-
-    def kinds(self, stream: Stream) -> list[tuple[str, int]]:
-        return [(kind, len(what)) for kind, what in stream.operations if isinstance(what, CopyRuns)]
+    def run(self) -> None:
+        """Store the batch, and check that all bytes arrive."""
+        self._engine.write(0, seed=1)
+        ticket = self.copier.submit(Direction.STORE, self.store, (self.copier.fence(),))
+        self._emulator.step()
+        assert ticket.query() is TicketState.DONE
+        assert np.array_equal(self._engine.device_bytes(), self._host)
+        assert self._emulator.races == 0
 
 
-def test_the_kernel_makes_short_copies_and_the_copy_engine_makes_the_others_after_the_fence() -> None:
-    batch = Batch()
-    ticket = batch.copier.submit(Direction.STORE, batch.runs, (batch.copier.fence(),))
-    assert [kind for kind, _ in batch.stores.operations] == [
-        "wait",
-        "record",
-        "kernel",
-        "record",
-        "copy",
-        "record",
-    ]
-    assert batch.kinds(batch.stores) == [("kernel", 40), ("copy", 2)]
-    batch.cuda.run(batch.cuda.main)
-    batch.cuda.run(batch.stores)
-    assert ticket.query() is TicketState.DONE
-    assert batch.arrived()
+@pytest.fixture
+def batch(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Batch:
+    return Batch(emulator, monkeypatch)
 
 
-def test_each_direction_has_its_own_limit() -> None:
-    batch = Batch()
-    batch.copier.submit(Direction.LOAD, batch.runs, ())
-    assert batch.kinds(batch.loads) == [("copy", 42)]
+def test_the_kernel_makes_short_copies_and_the_copy_engine_makes_the_others(batch: Batch) -> None:
+    batch.run()
+    assert batch.driver.made == [("kernel", 40), ("copy", 2)]
 
 
-def test_a_kernel_that_does_not_start_is_switched_off_and_the_copy_engine_copies_its_batch() -> None:
-    batch = Batch()
-    batch.cuda.kernel_error = RuntimeError("out of resources")
+def test_each_direction_has_its_own_limit(batch: Batch) -> None:
+    load = CopyRuns(batch.store.target, batch.store.source, batch.store.size)
+    batch.copier.submit(Direction.LOAD, load, ())
+    assert batch.driver.made == [("copy", 42)]
+
+
+def test_a_kernel_that_does_not_start_is_switched_off_and_the_copy_engine_copies_its_batch(
+    batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: object, runs: CopyRuns) -> None:
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(batch.kernel, "enqueue", refuse)
     with capture_logs() as logs:
-        tickets = [batch.copier.submit(Direction.STORE, batch.runs, ()) for _ in range(2)]
+        batch.run()
+        batch.run()
     assert [entry["event"] for entry in logs] == ["page_kernel_off"]
     assert batch.copier.kernel_below == ENGINE_ONLY
-    assert batch.kinds(batch.stores) == [("copy", 40), ("copy", 2), ("copy", 42)]
-    batch.cuda.run(batch.stores)
-    assert [ticket.query() for ticket in tickets] == [TicketState.DONE] * 2
-    assert batch.arrived()
+    assert batch.driver.made == [("copy", 40), ("copy", 2), ("copy", 42)]
 
 
-@pytest.mark.parametrize(("fewest", "by_kernel"), [(40, [40]), (41, [])])
+@pytest.mark.parametrize(("fewest", "made"), [(40, [("kernel", 40), ("copy", 2)]), (41, [("copy", 42)])])
 def test_the_kernel_is_used_from_the_measured_number_of_short_copies(
-    fewest: int, by_kernel: list[int]
+    batch: Batch, fewest: int, made: list[tuple[str, int]]
 ) -> None:
-    batch = Batch()
     batch.copier.profile = GpuProfile(fewest=fewest)
-    batch.copier.submit(Direction.STORE, batch.runs, ())
-    assert [count for kind, count in batch.kinds(batch.stores) if kind == "kernel"] == by_kernel
+    batch.run()
+    assert batch.driver.made == made
 
 
-@given(
-    sizes=st.lists(st.integers(1, 200), max_size=60),
-    below=st.sampled_from([0, 64, 100, 1000]),
-)
+@given(st.lists(st.integers(1, 200), max_size=60), st.sampled_from([0, 64, 100, 1000]))
 def test_every_copy_is_made_once_and_only_short_aligned_ones_by_the_kernel(
     sizes: list[int], below: int
 ) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from concurrent.futures import wait
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,7 +17,6 @@ from kvoffload.model.wire import Direction, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer import factory
-from kvoffload.transfer.pump import TransferPump
 from tests.copy_jobs import device_job
 from tests.cuda_emulator import Emulator, Engine
 from tests.cuda_emulator.life import Life
@@ -25,9 +25,8 @@ from tests.transfer.counts import statistics_of
 RELEASES = ("cuMemHostUnregister", "cuMemFreeAsync", "cuStreamDestroy_v2", "cuEventDestroy_v2")
 
 
-def under_way(emulator: Emulator, patch: pytest.MonkeyPatch, seed: int) -> Life:
-    """Return a rank with pending loads and stores, on a device whose streams are stopped."""
-    life = Life(emulator, patch, seed)
+def under_way(life: Life) -> Life:
+    """Run steps until loads and stores are pending. Leave the device's streams stopped."""
     while not life.stored:
         life.step()
         life.portal.advance()
@@ -39,49 +38,37 @@ def under_way(emulator: Emulator, patch: pytest.MonkeyPatch, seed: int) -> Life:
     return life
 
 
-def count_ends(life: Life, pump: TransferPump) -> int:
-    """Check that each open job is reported once; return how many were reported as done."""
-    report = pump.take_report()
-    found = [(part.job, part.outcome) for part in report.jobs] if report is not None else []
-    assert len({job for job, _ in found}) == len(found)
-    for job, _ in found:
-        life.open.pop(job)
-    return [outcome for _, outcome in found].count(CopyOutcome.DONE)
-
-
 def test_closing_releases_no_memory_before_the_last_copy_has_ended(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator, start: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = under_way(emulator, monkeypatch, 1)
+    life = under_way(start(1))
     pump, registered, advance = life.side.pump, emulator.registrations, life.portal.advance
-    looks = 0
-    released = [emulator.calls(name) for name in RELEASES]
+    released, looks = [emulator.calls(name) for name in RELEASES], list[bool]()
 
     def advance_and_run(seconds: float = 0.02) -> None:
-        nonlocal looks
         advance(seconds)
         if statistics_of(pump).pending_batches:
-            looks += 1
-            assert emulator.registrations == registered
+            looks.append(emulator.registrations == registered)
             assert [emulator.calls(name) for name in RELEASES] == released
         emulator.step(1)
 
     monkeypatch.setattr(life.portal, "advance", advance_and_run)
     life.side.close()
-    assert looks > 3
+    assert len(looks) > 3
+    assert all(looks)
     assert emulator.registrations == 0
-    done = count_ends(life, pump)
-    after = statistics_of(pump)
-    assert (after.open_jobs, after.pending_batches, after.abandoned_batches, life.open) == (0, 0, 0, {})
-    assert done
+    report, after = pump.take_report(), statistics_of(pump)
+    assert report is not None
+    assert sorted(part.job for part in report.jobs) == sorted(life.open)
+    assert (after.open_jobs, after.pending_batches, after.abandoned_batches) == (0, 0, 0)
+    assert CopyOutcome.DONE in {part.outcome for part in report.jobs}
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
-    life.portal.close()
 
 
 def test_after_the_coroutines_end_hooks_wait_for_its_copies_and_no_memory_is_released(
-    emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator, start: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = under_way(emulator, monkeypatch, 2)
+    life = under_way(start(2))
     pump, registered = life.side.pump, emulator.registrations
     with monkeypatch.context() as broken:
         broken.setattr(life.clock, "sleep", lambda seconds: 1 / 0)
@@ -90,19 +77,17 @@ def test_after_the_coroutines_end_hooks_wait_for_its_copies_and_no_memory_is_rel
     assert emulator.registrations == registered
     life.step()
     assert statistics_of(pump).pending_batches
-    done = 0
+    life.outcomes.clear()
     while life.open:
         emulator.step(5)
         assert emulator.registrations == registered
-        pump.poll()
-        done += count_ends(life, pump)
+        life.take()
     after = statistics_of(pump)
-    assert done
+    assert CopyOutcome.DONE in dict(life.outcomes).values()
     assert (after.open_jobs, after.pending_batches, after.queued_stores) == (0, 0, 0)
     life.side.close()
     assert emulator.registrations == 0
     assert (emulator.races, emulator.faults) == (0, 0), emulator.report
-    life.portal.close()
 
 
 BLOCKS, PAGE = 512, 4096

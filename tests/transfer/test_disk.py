@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,17 +13,19 @@ from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.wire import Direction
 from kvoffload.runtime.portal import DaemonExecutor
 from tests.gates import ThreadGate
-from tests.transfer.tier_rig import DONE, FAILED, LOAD, LONG_PAGES, PAGES, STORE, TIMEOUT_S, DiskRig
+from tests.transfer.rig import DONE, FAILED, TIMEOUT_S
+from tests.transfer.tier_rig import LOAD, LONG_PAGES, PAGES, STORE, DiskRig
 
 
 @pytest.mark.parametrize("pages", [PAGES, LONG_PAGES], ids=["in a buffer", "in place"])
 def test_adjacent_disk_slots_are_read_and_written_in_one_call(tmp_path: Path, pages: Sequence[int]) -> None:
     rig, calls = DiskRig(tmp_path, pages=pages), list[tuple[Direction, int, int]]()
+
+    def note(way: Direction, slot: int, data: Sequence[memoryview]) -> None:
+        calls.append((way, slot, sum(map(len, data)) // rig.shape.pitch))
+
     for way in Direction:
-        rig.before_each(
-            way,
-            lambda slot, data, way=way: calls.append((way, slot, sum(map(len, data)) // rig.shape.pitch)),
-        )
+        rig.before_each(way, partial(note, way))
     slots, places = [0, 4, 5, 11, 7], [3, 1, 2, 7, 6]
     data = [rig.fill(slot) for slot in slots]
     assert rig.copy(STORE, slots, places).sums == tuple(map(xxh3_64_intdigest, data))

@@ -4,13 +4,14 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity
-from kvoffload.disk.slot_file import SlotFile, SlotShape, open_slot_file
+from kvoffload.disk.slot_file import SlotShape, open_slot_file
 from kvoffload.model.ids import JobId
 from kvoffload.testing import FakeClock, FakeDevice
 from kvoffload.transfer.arena import Arena
@@ -50,54 +51,37 @@ def test_any_exception_while_opening_closes_the_disk(
     reason: str,
 ) -> None:
     monkeypatch.setattr(os, "posix_fallocate", has_no_room)
-    threads = ManualExecutor(held=False)
-    disk = disk_at(DiskPlace(tmp_path, identify), threads)
-    report = disk.take()
+    report = disk_at(DiskPlace(tmp_path, identify), ManualExecutor(held=False)).take()
     assert report is not None
     assert not report.works
     assert reason in caplog.text
 
 
 def test_a_fetch_from_a_store_may_be_cancelled_while_the_disk_opens(tmp_path: Path) -> None:
-    place = DiskPlace(tmp_path, lambda: IDENTITY)
-    threads = ManualExecutor(held=True)
-    disk = disk_at(place, threads)
+    disk = disk_at(DiskPlace(tmp_path, lambda: IDENTITY), ManualExecutor())
     disk.cancel([JobId(3)])
     assert disk.take() is None
-
-
-class Pauses:
-    """Stands in for the event that is set when a disk closes. Waiting takes no time, and the event is never
-    set.
-
-    Args:
-        held: a file that is closed after half a minute, if given.
-    """
-
-    def __init__(self, held: SlotFile | None) -> None:
-        self.held = held
-        self.waited_s = 0.0
-
-    def wait(self, seconds: float) -> bool:
-        self.waited_s += seconds
-        if self.held is not None and self.waited_s >= 30:
-            self.held.close()
-        return False
 
 
 @pytest.mark.parametrize("is_released", [True, False])
 def test_a_slot_file_in_use_is_tried_for_a_minute(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, is_released: bool
 ) -> None:
-    place = DiskPlace(tmp_path, lambda: IDENTITY)
-    threads = ManualExecutor(held=True)
+    place, threads = DiskPlace(tmp_path, lambda: IDENTITY), ManualExecutor()
     held = open_slot_file(place.make_folder(), SHAPE, 4)
-    disk, pauses = disk_at(place, threads), Pauses(held if is_released else None)
-    disk._opening.closing = cast("Any", pauses)
+    disk, pauses = disk_at(place, threads), list[float]()
+
+    def wait(seconds: float) -> bool:
+        pauses.append(seconds)
+        if is_released and sum(pauses) >= 30:
+            held.close()
+        return False  # the disk is not being closed
+
+    disk._opening.closing = cast("Any", SimpleNamespace(wait=wait))
     threads.release()
     held.close()
     report = disk.take()
     assert report is not None
-    assert (report.works, pauses.waited_s) == (is_released, 30 if is_released else 60)
+    assert (report.works, sum(pauses)) == (is_released, 30 if is_released else 60)
     assert caplog.text.count("disk_in_use") == 1
     assert caplog.text.count("disk_not_opened") == (not is_released)

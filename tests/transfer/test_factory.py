@@ -6,18 +6,10 @@ import sys
 import pytest
 
 from kvoffload.model.errors import EngineContractError
-from kvoffload.testing import FakeClock, FakeDevice
+from kvoffload.testing import FakeClock
 from kvoffload.transfer.factory import make_allocator, make_copier
-from kvoffload.transfer.host_copier import HostCopier
-from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.layout import DeviceLayout, DeviceRegion
 from tests.gates import ManualExecutor
-
-
-def test_the_cpu_uses_the_host_copier_and_unpinned_memory() -> None:
-    layout = FakeDevice(2, [64]).layout
-    assert isinstance(make_copier(layout, executor=ManualExecutor(), clock=FakeClock()), HostCopier)
-    assert isinstance(make_allocator(layout, executor=ManualExecutor()), MmapAllocator)
 
 
 def test_another_kind_of_device_is_refused() -> None:

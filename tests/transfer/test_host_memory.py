@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from kvoffload.model.config import ADVICE
@@ -26,44 +28,37 @@ def test_the_number_of_slots_is_what_fits_into_memory() -> None:
     assert slots_for(3 * 5120 - 1, LAYOUT, read=ROOMY) == 2
 
 
-def test_memory_for_less_than_one_block_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="host_bytes gives each rank 5119 bytes, below one block of 5120 bytes"
-    ):
-        slots_for(5119, LAYOUT, read=ROOMY)
-
-
-def test_more_memory_than_the_machine_has_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"above the 1\.0 GiB that the machine has left now"):
-        slots_for(1024 * MIB + 5120, LAYOUT, read=ROOMY)
-
-
-def test_ranks_on_one_machine_share_its_memory() -> None:
-    assert slots_for(128 * MIB, LAYOUT, ranks=8, read=ROOMY) == 128 * MIB // 5120
-    with pytest.raises(ConfigError) as refused:
-        slots_for(205 * MIB, LAYOUT, ranks=8, read=ROOMY)
-    (problem,) = refused.value.problems
-    together = "all 8 ranks of this machine 1.6 GiB, above the 1.0 GiB that the machine has left now"
-    assert f"gives each rank {205 * MIB} bytes, {together}" in problem
+@pytest.mark.parametrize(
+    ("size", "ranks", "reason"),
+    [
+        (5119, 1, "host_bytes gives each rank 5119 bytes, below one block of 5120 bytes"),
+        (1024 * MIB + 5120, 1, "above the 1.0 GiB that the machine has left now"),
+        (
+            205 * MIB,
+            8,
+            "all 8 ranks of this machine 1.6 GiB, above the 1.0 GiB that the machine has left now",
+        ),
+    ],
+    ids=["below one block", "above the machine's", "all ranks above the machine's"],
+)
+def test_a_size_that_does_not_fit_is_refused(size: int, ranks: int, reason: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        slots_for(size, LAYOUT, ranks=ranks, read=ROOMY)
+    assert slots_for(128 * MIB, LAYOUT, ranks=ranks, read=ROOMY) == 128 * MIB // 5120
 
 
 @pytest.mark.parametrize(
     ("ranks", "local_ranks", "device_mib", "advised"),
     [
-        (1, None, None, "for 1 rank; advised: at least three times the device's KV cache, at most 921.6 MiB"),
-        (
-            2,
-            2,
-            100,
-            "for 2 ranks; advised: 300.0 MiB, 3.0 times the device's KV cache; at most 921.6 MiB",
-        ),
-        (4, 2, 100, "for 2 ranks; advised: 300.0 MiB, 3.0 times the device's KV cache; at most 1.8 GiB"),
-        (1, None, 460, "for 1 rank; advised: 921.6 MiB, 2.0 times the device's KV cache; at most 921.6 MiB"),
+        (1, None, None, "at least three times the device's KV cache, at most 921.6 MiB"),
+        (2, 2, 100, "300.0 MiB, 3.0 times the device's KV cache; at most 921.6 MiB"),
+        (4, 2, 100, "300.0 MiB, 3.0 times the device's KV cache; at most 1.8 GiB"),
+        (1, None, 460, "921.6 MiB, 2.0 times the device's KV cache; at most 921.6 MiB"),
         (
             1,
             None,
             1024,
-            "for 1 rank; advised: 921.6 MiB, 0.9 times the device's KV cache, with store_policy lazy; at most 921.6 MiB",
+            "921.6 MiB, 0.9 times the device's KV cache, with store_policy lazy; at most 921.6 MiB",
         ),
     ],
 )
@@ -72,7 +67,8 @@ def test_the_advised_size_fits_the_machine_and_exceeds_the_device(
 ) -> None:
     device_bytes = None if device_mib is None else device_mib * MIB
     said = advise_host_bytes(ranks, device_bytes, local_ranks, read=ROOMY)
-    assert said == f"the machine has 1.0 GiB left {advised}"
+    local = "1 rank" if local_ranks is None else f"{local_ranks} ranks"
+    assert said == f"the machine has 1.0 GiB left for {local}; advised: {advised}"
 
 
 def test_no_size_is_advised_if_the_available_memory_is_unknown() -> None:

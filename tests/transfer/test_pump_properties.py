@@ -29,18 +29,12 @@ BLOCK = 96
 
 moves = st.lists(
     st.one_of(
-        st.tuples(st.just("store"), st.integers(1, 6)),
-        st.tuples(st.just("load"), st.integers(1, 6)),
-        st.tuples(st.just("bad store"), st.just(1)),
-        st.tuples(st.just("finish"), st.integers(0, 5)),
-        st.tuples(st.just("fail"), st.integers(0, 5)),
-        st.tuples(st.just("raise"), st.integers(0, 5)),
-        st.tuples(st.just("refuse submit"), st.just(0)),
-        st.tuples(st.just("refuse fence"), st.just(0)),
-        st.tuples(st.sampled_from(["read", "lose reading", "refuse reading"]), st.just(0)),
+        st.tuples(st.sampled_from(["store", "load"]), st.integers(1, 6)),
+        st.tuples(st.sampled_from(["finish", "fail", "raise"]), st.integers(0, 5)),
+        st.tuples(st.sampled_from(["bad store", "refuse submit", "refuse fence", "look"]), st.just(1)),
+        st.tuples(st.sampled_from(["read", "lose reading", "refuse reading"]), st.just(1)),
         st.tuples(st.just("rot"), st.integers(0, 15)),
         st.tuples(st.just("pass time"), st.sampled_from([0.001, 0.02, TIMEOUT_S * 1.1])),
-        st.tuples(st.just("look"), st.just(0)),
     ),
     max_size=30,
 )
@@ -107,7 +101,7 @@ class Life:
             assert bool(report.corrupt) == (report.outcome is CORRUPT)
             assert job.direction is Direction.LOAD or not report.corrupt
             assert set(report.corrupt) <= set(range(len(job.slots)))
-        now = statistics_of(self.rig.pump)
+        now = self.rig.counts
         assert now.store_bytes_in_flight <= 3 * BLOCK
         assert now.open_jobs == len(self.asked) - len(self.reported)
 
@@ -122,22 +116,21 @@ def test_property_every_job_ends_once_and_no_memory_stays_held(
 ) -> None:
     async def live() -> None:
         life = Life(verify)
-        async with running(life.rig) as task:
+        async with running(life.rig):
             for move, argument in script:
                 await life.play(move, argument)
             if is_cancelled:
                 for _ in range(cancels):
-                    task.cancel()
+                    life.rig.task.cancel()
                     await wait_all_blocked()
-                task.cancel()
+                life.rig.task.cancel()
             life.rig.copier.release()
             life.rig.reader.release()
             await life.rig.clock.advance(3 * TIMEOUT_S)
             life.look()
             life.look()  # this also counts checksums of abandoned copies, which the previous poll started
-            assert task.done() is is_cancelled
+            assert life.rig.task.done() is is_cancelled
             assert dict(life.reported) == dict.fromkeys(life.asked, 1)
-            life.rig.assert_nothing_held()
 
     with capture_logs():
         asyncio.run(live())
@@ -156,9 +149,7 @@ def test_property_a_load_succeeds_exactly_if_its_bytes_are_the_stored_ones(
         async with running(rig):
             rig.reader.release()
             rig.copier.release()
-            rig.pump.submit_stores(
-                [store(100 + half, range(8 * half, 8 * half + 8), range(8)) for half in (0, 1)]
-            )
+            rig.pump.submit_stores([store(100, range(8), range(8)), store(101, range(8, 16), range(8))])
             await rig.clock.advance(0.05)
             assert rig.outcomes() == {100: DONE, 101: DONE}
             original = [rig.device.read(block) for block in range(8)]
@@ -168,9 +159,7 @@ def test_property_a_load_succeeds_exactly_if_its_bytes_are_the_stored_ones(
                 rig.pump.submit_loads([load(number, slots, range(len(slots)))])
                 await rig.clock.advance(0.01)
                 (report,) = rig.reports()
-                assert [slots[place] for place in report.corrupt] == [
-                    slot for slot in slots if slot in rotten
-                ]
+                assert report.corrupt == tuple(place for place, slot in enumerate(slots) if slot in rotten)
                 assert report.outcome is (CORRUPT if rotten.intersection(slots) else DONE)
                 if report.outcome is DONE:
                     assert [rig.device.read(b) for b in range(len(slots))] == [original[s % 8] for s in slots]
@@ -194,11 +183,10 @@ def test_with_real_threads_every_byte_arrives(verify: str) -> None:
     device, portal, random = FakeDevice(40, [4096, 100]), Portal("threads"), np.random.default_rng(0)
     arena = Arena(device.layout, 40, MmapAllocator(portal.executor), chunk_bytes=7 * device.layout.slot_bytes)
     portal.spawn(arena.prepare).result(30)
-    copier = HostCopier(portal.executor, Clocks())
     pump = TransferPump(
         Rank(0),
         arena,
-        copier,
+        HostCopier(portal.executor, Clocks()),
         Clocks(),
         store_bytes_in_flight=16 * device.layout.slot_bytes,
         timeout_s=30.0,
@@ -208,9 +196,8 @@ def test_with_real_threads_every_byte_arrives(verify: str) -> None:
     original = [device.read(block) for block in range(40)]
     for turn in range(20):
         order = random.permutation(40).tolist()
-        stores = [store(100 * turn + part, order[part::5], order[part::5]) for part in range(5)]
-        for job in stores:
-            pump.submit_stores([job])
+        for part in range(5):
+            pump.submit_stores([store(100 * turn + part, order[part::5], order[part::5])])
         await_reports(pump, 5)
         for block in range(40):
             device.write(block, bytes(device.layout.slot_bytes))
@@ -231,5 +218,4 @@ def await_reports(pump: TransferPump, count: int) -> None:
         report = pump.take_report()
         if report is not None:
             assert all(job.outcome is DONE for job in report.jobs)
-            assert all(job.direction in Direction for job in report.jobs)
             count -= len(report.jobs)

@@ -7,7 +7,8 @@ from kvoffload.model.causes import RemoteFault
 from kvoffload.model.wire import JobReport
 from kvoffload.transfer import remote
 from tests.remote.fake_store import FakeStore
-from tests.transfer.tier_rig import CORRUPT, DONE, FAILED, LOAD, STORE, RemoteRig
+from tests.transfer.rig import CORRUPT, DONE, FAILED
+from tests.transfer.tier_rig import LOAD, STORE, RemoteRig
 
 KEY = TierKey(bytes(32))
 
@@ -92,9 +93,7 @@ def test_a_new_connection_registers_the_memory_again() -> None:
 
 
 @pytest.mark.parametrize("other", [None, TierKey(b"x" * 32)], ids=["no key", "another key"])
-def test_r17_engines_with_different_tier_keys_use_none_of_each_others_values(
-    other: TierKey | None,
-) -> None:
+def test_r17_engines_with_different_tier_keys_use_none_of_each_others_values(other: TierKey | None) -> None:
     with_key = RemoteRig(key=KEY)
     without = RemoteRig(key=other, store=with_key.store)
     for writer, reader, place in ((with_key, without, 0), (without, with_key, 1)):

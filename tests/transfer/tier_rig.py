@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from threading import Event
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from xxhash import xxh3_64_intdigest
 
@@ -17,28 +16,24 @@ from kvoffload.disk.open_folder import open_folder
 from kvoffload.disk.slot_file import SlotShape, open_slot_file
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.disk.tier_key import TierKey
-from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.wire import CopyJob, Direction, JobReport, Tier
 from kvoffload.remote.values import TRAILER_BYTES, Shard, seal
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.testing import FakeClock, FakeDevice
-from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.disk import RankDisk
 from kvoffload.transfer.factory import make_checksums
-from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.layout import digest_of
 from kvoffload.transfer.remote import RemoteMover, remote_calls
 from kvoffload.transfer.tier_jobs import TierJobs
 from tests.gates import ManualExecutor
 from tests.remote.fake_store import FakeStore
+from tests.transfer.rig import TIMEOUT_S, ready_arena
 
 STORE, LOAD = Direction.STORE, Direction.LOAD
-DONE, FAILED, CORRUPT = CopyOutcome.DONE, CopyOutcome.FAILED, CopyOutcome.CORRUPT
 PAGES = [640, 96, 5000]
 # Pages of these sizes are read and written in place. One size is hashed in pieces, the other as a whole.
 LONG_PAGES = [2**16 + 4096, 2**17 + 4096]
-TIMEOUT_S = 2.0
 RANK = 1
 KEYS = tuple(BlockKey(bytes([number]) * 5) for number in range(8))
 SHARD = Shard("print/one", RANK, 2)
@@ -51,17 +46,11 @@ class TierRig:
     copies: TierJobs
 
     def __init__(
-        self,
-        executor: DaemonExecutor | None = None,
-        *,
-        verify: str = "off",
-        pages: Sequence[int] = PAGES,
+        self, executor: DaemonExecutor | None = None, *, verify: str = "off", pages: Sequence[int] = PAGES
     ) -> None:
         self.pages = pages
-        self.layout = FakeDevice(4, pages).layout
-        memory = MmapAllocator(ManualExecutor(held=False))
-        self.arena = Arena(self.layout, 12, memory, chunk_bytes=5 * self.layout.slot_bytes)
-        asyncio.run(self.arena.prepare())
+        self.arena = ready_arena(FakeDevice(4, pages), 12, chunk_slots=5)
+        self.layout = self.arena.layout
         self.clock = FakeClock()
         self._manual = ManualExecutor()
         self.executor = executor or self._manual
@@ -119,15 +108,12 @@ class TierRig:
         raise NotImplementedError
 
     def _operation(self, way: Direction) -> tuple[object, str]:
+        """Return the object that makes the tier's calls, and the name of its method."""
         raise NotImplementedError
 
 
 class DiskRig(TierRig):
-    """A slot file as the tier.
-
-    Attributes:
-        sums: the checksum of each place.
-    """
+    """A slot file as the tier. `sums` has the checksum of each place."""
 
     tier = Tier.DISK
 
@@ -144,16 +130,9 @@ class DiskRig(TierRig):
         self.is_in_place = self.pages is LONG_PAGES
         self.path = folder / f"slots{RANK}"
         self.file = file = open_slot_file(open_folder(folder), self.shape, 8)
-        opening = SimpleNamespace(shape=file.shape, slots=8, closing=Event(), open=lambda: file)
-        self.copies: RankDisk = RankDisk(
-            cast("Any", opening),
-            self.arena,
-            self.executor,
-            self.clock,
-            timeout_s=TIMEOUT_S,
-            checksums=self.checksums,
-            key=key,
-        )
+        opening: Any = SimpleNamespace(shape=file.shape, slots=8, closing=Event(), open=lambda: file)
+        places = opening, self.arena, self.executor, self.clock
+        self.copies: RankDisk = RankDisk(*places, timeout_s=TIMEOUT_S, checksums=self.checksums, key=key)
         while self.copies.take() is None:
             self._manual.run_all()
             os.sched_yield()
@@ -187,7 +166,7 @@ class DiskRig(TierRig):
         self.file.write(place, [buffer])
 
     def forge(self, place: int, data: bytes) -> None:
-        """Write bytes and their right checksum."""
+        """Write bytes with their right checksum."""
         self.overwrite(place, data)
         self.sums[place] = xxh3_64_intdigest(data)
 
@@ -229,7 +208,6 @@ class RemoteRig(TierRig):
         return SHARD.name(KEYS[place]) in self.store.values
 
     def forge(self, place: int, data: bytes) -> None:
-        """Write bytes and their right checksum."""
         value = bytearray(data + bytes(TRAILER_BYTES))
         name = SHARD.name(KEYS[place])
         seal(memoryview(value), name, digest_of(self.layout))
