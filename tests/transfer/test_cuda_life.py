@@ -179,14 +179,12 @@ def test_the_coroutines_thread_uses_the_devices_context_or_fails(
     monkeypatch.undo()
 
 
-def test_memory_unregistered_during_a_copy_is_reported(
-    emulator: Emulator, start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    life = start()
-
+def test_memory_unregistered_during_a_copy_is_reported(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     async def no_drain(self: TransferPump) -> int:
         return 0
 
+    life = start()
+    emulator = life.emulator
     while not any(job.direction is Direction.STORE for job, _ in life.open.values()):
         life.step()
     life.portal.advance()
