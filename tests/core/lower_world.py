@@ -74,6 +74,7 @@ class LowerWorld(World):
         """
         request = self.add(name, text)
         while self.admit(request) is None:
+            assert self.core.has_work, f"{name} waits for nothing"
             self.copy_all()
         self.load_and_run(request)
         self.end(request)
