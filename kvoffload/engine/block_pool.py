@@ -129,7 +129,11 @@ class BlockPool:
         return True
 
     def audit(self, held: Mapping[int, int]) -> list[str]:
-        """Return a message for every broken invariant. `held` counts each block's references in all requests' tables."""
+        """Return a message for every broken invariant.
+
+        Args:
+            held: each block's number of references in all requests' tables.
+        """
         found = [
             f"block {block} has {count} request references, the tables have {held.get(block, 0)}"
             for block, count in enumerate(self._held)

@@ -6,8 +6,9 @@
 
 Requests cannot deadlock, for these reasons:
 
-* If a running request cannot get blocks, the most recently admitted requests are preempted until it can. If it is itself
-  the most recent one, it waits and keeps its blocks. So the oldest request gets every block that no load or plugin holds.
+* If a running request cannot get blocks, the most recently admitted requests are preempted until it can. If it is
+  itself the most recent one, it waits and keeps its blocks. So the oldest request gets every block that no load or
+  plugin holds.
 * The pool has enough blocks for the oldest request, because requests that need more are refused.
 * Loads end (the plugin promises this), and a loaded request then runs as the most recent one, which can be preempted.
 * No request is admitted in a step in which a running request lacked blocks, and an admission never takes blocks that

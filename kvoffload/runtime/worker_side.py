@@ -196,7 +196,7 @@ class WorkerSide:
     def close(self) -> None:
         """Wait for started copies to end, and free the memory. In a forked child, do nothing.
 
-        The copies and the memory are the parent's, and a thread of the parent may have held the pump's locks at the fork.
+        The copies and the memory are the parent's. A thread of the parent may have held the pump's locks at the fork.
         """
         if self._pump is None or self._pid != os.getpid():
             return

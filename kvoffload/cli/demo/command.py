@@ -37,7 +37,7 @@ _QUIET = {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")}
 
 
 class Screen:
-    """Prints results to standard output, and messages to standard error. Shows progress if standard error is a terminal.
+    """Prints results to standard output and messages to standard error. Shows progress if the latter is a terminal.
 
     Args:
         quiet: True to hide progress even on a terminal.

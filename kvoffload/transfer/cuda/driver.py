@@ -272,8 +272,8 @@ class NvidiaDriver:
     def has_room(self, stream: int, copies: int, *, may_wait: bool) -> bool:
         """Return whether `copies` more copies can be enqueued without blocking.
 
-        With `may_wait`, batched copies are allowed to block if their stream waits for no event. Single copies must never
-        block: each blocking call would release the GIL, and might not get it back for 5 ms.
+        With `may_wait`, batched copies may block if their stream waits for no event. Single copies must never block:
+        each blocking call would release the GIL, and might not get it back for 5 ms.
         """
         queue = self._queues[stream]
         is_running = may_wait and self._batch is not None and queue.ended >= queue.waiting
