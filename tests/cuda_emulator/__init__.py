@@ -77,11 +77,7 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 class Emulator:
-    """An emulated CUDA driver with its devices.
-
-    Args:
-        library: the path that `build` returned.
-    """
+    """An emulated CUDA driver with its devices. `library` is the path that `build` returned."""
 
     def __init__(self, library: Path) -> None:
         self.lib = load(library)
@@ -134,10 +130,9 @@ class Emulator:
         return str(self.lib.emu_report().decode())
 
     def calls(self, name: str = "", *, with_lock: bool = False) -> int:
-        """Return how many calls of a driver function were made; if `with_lock`, count only calls that held
-        the GIL.
+        """Return how many calls of a driver function were made, or of all functions if there is no name.
 
-        Without a name, count the calls of all functions.
+        If `with_lock`, count only calls that held the GIL.
         """
         return int(self.lib.emu_calls(name.encode(), with_lock))
 
@@ -225,7 +220,6 @@ class Engine:
         if not on_default_stream:
             self._check(self._lib.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0))
         self.stream = stream.value or 0
-        self.pages = pages
         regions = []
         for page in pages:
             self._check(self._lib.cuMemAlloc_v2(ctypes.byref(address), blocks * page))
@@ -240,15 +234,11 @@ class Engine:
         self._launch(block, seed, True, cost_s)
 
     def read(self, block: int, seed: int, cost_s: float = 1e-5) -> None:
-        """Launch a kernel that reads a block. Bytes that differ from what `write` wrote with this seed are
-        counted as an error.
-        """
+        """Launch a kernel that reads a block, and counts an error unless `write` wrote it with this seed."""
         self._launch(block, seed, False, cost_s)
 
     def capture(self, mode: int = CAPTURE_GLOBAL) -> None:
-        """Begin to capture a graph. With the default mode, which torch also uses, no thread may make an
-        unsafe call until the end.
-        """
+        """Begin to capture a graph. In the default mode, torch's, no thread may make an unsafe call until the end."""
         self.enter()
         self._check(self._lib.cuStreamBeginCapture_v2(self.stream, mode))
 
@@ -270,12 +260,8 @@ class Engine:
 
     def _launch(self, block: int, seed: int, writes: bool, cost_s: float) -> None:
         for number, region in enumerate(self.layout.regions):
-            address = region.address + block * region.block_stride
-            self._check(
-                self._lib.emu_kernel(
-                    self.stream, address, region.page_bytes, seed * 16 + number, writes, cost_s
-                )
-            )
+            place = region.address + block * region.block_stride, region.page_bytes
+            self._check(self._lib.emu_kernel(self.stream, *place, seed * 16 + number, writes, cost_s))
 
     @staticmethod
     def _check(code: int) -> None:

@@ -96,9 +96,7 @@ class Steps:
         self.side.start_stores(plan)
         self.let_some_run()
         self.take()
-        for block in self._some(
-            [block for block in self.contents if block not in self._under_copy()], self.most
-        ):
+        for block in self._some(self._unleased(), self.most):
             del self.contents[block]  # The engine frees these blocks, and later steps may write to them.
 
     def take(self) -> None:
@@ -133,6 +131,10 @@ class Steps:
     def _under_copy(self) -> set[int]:
         return {int(block) for job, _ in self.open.values() for block in job.targets}
 
+    def _unleased(self) -> list[int]:
+        busy = self._under_copy()
+        return [block for block in self.contents if block not in busy]
+
     def _free_blocks(self) -> list[int]:
         busy = self._under_copy() | self.contents.keys()
         return [block for block in range(self.blocks) if block not in busy]
@@ -141,31 +143,22 @@ class Steps:
         return self.draws.sample(among, min(len(among), most))
 
     def _load(self) -> DeviceJob | None:
-        busy = {
-            int(slot)
-            for job, _ in self.open.values()
-            if job.direction is Direction.STORE
-            for slot in job.slots
-        }
-        slots = self._some(
-            [slot for slot in self.stored if slot not in busy], self.draws.randint(1, self.most)
-        )
+        stores = [job for job, _ in self.open.values() if job.direction is Direction.STORE]
+        busy = {int(slot) for job in stores for slot in job.slots}
+        ready = [slot for slot in self.stored if slot not in busy]
+        slots = self._some(ready, self.draws.randint(1, self.most))
         blocks = self._some(self._free_blocks(), len(slots))
         slots = slots[: len(blocks)]
         return self._job(Direction.LOAD, slots, blocks, [self.stored[slot] for slot in slots])
 
     def _store(self) -> DeviceJob | None:
-        leased = self._under_copy()
-        blocks = self._some(
-            [block for block in self.contents if block not in leased], self.draws.randint(1, self.most)
-        )
+        blocks = self._some(self._unleased(), self.draws.randint(1, self.most))
         busy = {int(slot) for job, _ in self.open.values() for slot in job.slots}
         slots = self._some([slot for slot in range(self.slots) if slot not in busy], len(blocks))
         for slot in slots:
             self.stored.pop(slot, None)
-        return self._job(
-            Direction.STORE, slots, blocks[: len(slots)], [self.contents[block] for block in blocks]
-        )
+        seeds = [self.contents[block] for block in blocks]
+        return self._job(Direction.STORE, slots, blocks[: len(slots)], seeds)
 
     def _job(self, way: Direction, slots: list[int], blocks: list[int], seeds: list[int]) -> DeviceJob | None:
         if not slots or not blocks:

@@ -1,6 +1,4 @@
-"""Replaces the page kernel, so that Triton is not needed: the emulator runs an equivalent kernel of the same
-name.
-"""
+"""Replaces the page kernel by one that the emulator runs, so that tests do not need Triton."""
 
 from __future__ import annotations
 
@@ -37,9 +35,8 @@ class PageKernel:
         rows[0], rows[1], rows[2] = runs.target, runs.source, runs.size
         words = ctypes.c_uint64(rows.ctypes.data), ctypes.c_int32(count)
         places = (ctypes.c_void_p * 2)(*map(ctypes.addressof, words))
-        self._driver.library.cuLaunchKernel(
-            ctypes.c_char_p(b"_copy_runs"), 1, 1, 1, 1, 1, 1, 0, self._stream, places, None
-        )
+        launch, kernel = self._driver.library.cuLaunchKernel, ctypes.c_char_p(b"_copy_runs")
+        launch(kernel, 1, 1, 1, 1, 1, 1, 0, self._stream, places, None)
 
 
 def install(patch: pytest.MonkeyPatch) -> type[PageKernel]:

@@ -24,8 +24,7 @@ class TorchEngine:
         device: torch's name of the device.
         blocks: the number of blocks.
         page: the bytes of a block in one layer.
-        whole_blocks: whether the layers of a block are adjacent; otherwise the blocks of a layer are
-            adjacent.
+        whole_blocks: whether the layers of a block are adjacent; otherwise the blocks of a layer are.
         own_stream: whether the engine uses a separate stream, as vLLM does.
     """
 
@@ -40,18 +39,15 @@ class TorchEngine:
             self._kv = memory.view(sizes)
             pages, starts = page, [memory.data_ptr() + layer * blocks * page for layer in range(_LAYERS)]
         name = "cpu" if self._device.type == "cpu" else str(self._device)
-        self.layout = DeviceLayout.of(
-            DeviceRegion(start, pages, pages, blocks, name, memory) for start in starts
-        )
+        self.layout = DeviceLayout.of(DeviceRegion(at, pages, pages, blocks, name, memory) for at in starts)
         self._stream = torch.cuda.Stream(self._device) if own_stream and self.on_gpu else None
         ramp = torch.arange(words, dtype=torch.int64, device=device) * 2654435761 % 2**31
         layers = torch.arange(_LAYERS, dtype=torch.int32, device=device) * 7919
         self._pattern = ramp.to(torch.int32)[None] ^ layers[:, None]
         self._wrong = torch.zeros((), dtype=torch.int64, device=device)
         side = _SIDE[self._device.type]
-        self._matrix = torch.randn(
-            side, side, device=device, generator=torch.Generator(device).manual_seed(0)
-        )
+        draws = torch.Generator(device).manual_seed(0)
+        self._matrix = torch.randn(side, side, device=device, generator=draws)
 
     @property
     def on_gpu(self) -> bool:
@@ -63,9 +59,7 @@ class TorchEngine:
         return int(self._wrong.item())
 
     def enter(self) -> None:
-        """Make the engine's stream current, and enqueue long-running work, so that a copy without a fence
-        runs too early.
-        """
+        """Make the engine's stream current, and keep it busy, so that a copy without a fence runs too early."""
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
         self.compute()

@@ -42,9 +42,8 @@ class Gpu:
         ]
         self.layout = layout_of(self.tensors)
         executor = ManualExecutor(held=False)
-        self.arena = Arena(
-            self.layout, SLOTS, make_allocator(self.layout, executor=executor), chunk_bytes=40 * 12288
-        )
+        allocator = make_allocator(self.layout, executor=executor)
+        self.arena = Arena(self.layout, SLOTS, allocator, chunk_bytes=40 * 12288)
         asyncio.run(self.arena.prepare())
         self.driver = device_driver(batch_copies="on" if batched else "off")
         self.copier = CudaCopier(self.driver)

@@ -41,9 +41,8 @@ def test_the_thread_that_touches_the_memory_runs_on_the_node(monkeypatch: pytest
     assert seen == [{first}] * 2
     assert os.sched_getaffinity(0) == before
     assert read == ["/sys/devices/system/node/node3/cpulist"] * 2
-    assert [(line["event"], line["node"], line["touched_there"]) for line in logs] == [
-        ("host_memory_node", 3, True)
-    ]
+    (line,) = logs
+    assert (line["event"], line["node"], line["touched_there"]) == ("host_memory_node", 3, True)
 
 
 @pytest.mark.parametrize("text", ["", "abc", "100000-100003"])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, cast
 
@@ -180,10 +181,7 @@ async def test_ready_slots_are_reported_as_they_grow_until_memory_is_refused() -
     growth = asyncio.create_task(rig.arena.prepare())
     await wait_all_blocked()
     assert rig.pump.take_report() is None  # before the first report, the scheduler assumes this state
-    for grow, is_growing in (
-        (memory.run_next, True),
-        (lambda: memory.lose_next(HostMemoryError("no")), False),
-    ):
+    for grow, is_growing in ((memory.run_next, True), (partial(memory.lose_next, HostMemoryError()), False)):
         grow()
         await wait_all_blocked()
         report = rig.pump.take_report()
