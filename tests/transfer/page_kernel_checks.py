@@ -60,7 +60,7 @@ def copies_every_byte_and_no_other(runs: list[tuple[int, int, int]], order: obje
 
 
 def compiles_for(architecture: int) -> None:
-    """Check that each access has 16 bytes or one byte, that these are guarded, and that no register is spilled.
+    """Check that each copying access has a guard and 16 bytes or one, and that no register is spilled.
 
     An access of 16 bytes at an unaligned address is a device fault, which ends the engine.
     """

@@ -71,12 +71,9 @@ def test_the_advised_size_fits_the_machine_and_exceeds_the_device(
     assert said == f"the machine has 1.0 GiB left for {local}; advised: {advised}"
 
 
-def test_no_size_is_advised_if_the_available_memory_is_unknown() -> None:
-    assert advise_host_bytes(1, MIB, read=machine()) == ADVICE
-
-
-def test_unknown_available_memory_limits_nothing() -> None:
+def test_unknown_available_memory_limits_nothing_and_no_size_is_advised() -> None:
     assert available_bytes(machine()) is None
+    assert advise_host_bytes(1, MIB, read=machine()) == ADVICE
     assert slots_for(5120 * 10**9, LAYOUT, read=machine()) == 10**9
 
 
