@@ -64,9 +64,9 @@ def test_property_pieces_cover_the_batch_in_order_and_are_short(sizes: list[int]
     whole = runs_of(*sizes)
     parts = list(cut(whole, limit))
     assert all(0 < part.total_bytes < 2 * limit or len(parts) == 1 for part in parts)
-    starts, sizes = (np.concatenate([getattr(part, name) for part in parts]) for name in ("source", "size"))
-    assert (starts[0], starts[-1] + sizes[-1]) == (0, whole.total_bytes)
-    assert (starts[1:] == starts[:-1] + sizes[:-1]).all()
+    starts, lengths = (np.concatenate([getattr(part, name) for part in parts]) for name in ("source", "size"))
+    assert (starts[0], starts[-1] + lengths[-1]) == (0, whole.total_bytes)
+    assert (starts[1:] == starts[:-1] + lengths[:-1]).all()
     assert all(((part.target - part.source) == 10**6).all() for part in parts)
 
 
