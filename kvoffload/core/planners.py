@@ -45,7 +45,7 @@ class EagerPlanner:
         self._due[record] = None
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
-        """Offer newly confirmed blocks of requests that advanced in the step or started to run since the step before.
+        """Offer newly confirmed blocks of requests that advanced in the step or started to run since the previous step.
 
         Args:
             fact: the step.

@@ -132,7 +132,7 @@ class SchedulerPlugin:
         return 0
 
     def prefix_boundary(self, request: Request) -> int:
-        """Return after how many of this request's tokens to keep a recurrent state; 0 to keep none.
+        """Return the number of this request's tokens after which to keep a recurrent state; 0 to keep none.
 
         Called after a lookup, only for models with recurrent groups. A step of the request's prefill ends at this
         token.

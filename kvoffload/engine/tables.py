@@ -115,7 +115,7 @@ class BlockTables:
         return made
 
     def index_confirmed(self, request: Request) -> None:
-        """Make the request's full blocks with confirmed tokens findable by their keys."""
+        """Index the request's full blocks with confirmed tokens by their keys."""
         full = request.confirmed_tokens // self._block_tokens
         for group, table in enumerate(request.tables):
             keys = request.keys(group)

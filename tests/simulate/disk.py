@@ -371,7 +371,7 @@ class SimDisk(RecordedOs):
         data[self._draws.randrange(len(data))] ^= 1 << self._draws.randrange(8)
 
     def _wait(self, fates: Sequence[str], *, does_part: bool = False) -> str:
-        """Let a call take its time; return the call's outcome.
+        """Wait for the simulated duration of a call; return the call's outcome.
 
         Raises:
             OSError: the disk is gone or full, or the call fails. With `does_part`, a failure is returned

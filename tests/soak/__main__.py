@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.soak.growth import Growth, Reading, growth_of, table
 
-_WARM_UP = 0.25  # the share of the time in which pools and buffers of a fixed size fill up
+_WARM_UP = 0.25  # the share of a run during which pools and buffers of a fixed size are still filling
 _READINGS = 60
 _PYTHON_WITH_VLLM = Path(__file__).parents[2] / ".venv" / "vllm" / "bin" / "python"
 

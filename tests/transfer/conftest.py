@@ -41,7 +41,7 @@ def start(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Calla
 
 @pytest_asyncio.fixture
 async def rig() -> AsyncIterator[Rig]:
-    """Yield a pump whose coroutine runs."""
+    """Yield a pump whose coroutine is running."""
     rig = Rig()
     async with running(rig):
         yield rig

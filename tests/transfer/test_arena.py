@@ -182,7 +182,7 @@ async def test_pinning_that_is_busy_at_the_start_is_tried_again_later() -> None:
 
 
 class TouchlessAllocator:
-    """Returns addresses without memory. Pinning takes as long as at 10 GB/s."""
+    """Returns addresses that have no memory. Pinning takes the time that it takes at 10 GB/s."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._clock, self._end = clock, 2**40
