@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -51,7 +52,7 @@ from kvoffload.runtime.tiers_side import TiersSide
 from kvoffload.runtime.worker_side import merged, open_disk, open_remote
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Series, Side, read_all
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.logging import LogObserver, log_removed
+from kvoffload.telemetry.logging import AtMostEvery, LogObserver, log_removed
 from kvoffload.telemetry.provenance import info_labels
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import MmapAllocator
@@ -173,7 +174,7 @@ class TierCache:
         # for each of the most recently put blocks, how many times it was put
         self._seen: OrderedDict[BlockKey, int] = OrderedDict()
         self._changes: list[tuple[BlockKey, bool]] | None = None
-        self.bus = Bus(core.state.tally)
+        self.bus = Bus()
         self.counters = Counters({tier.tier for tier in self._tiers})
         self._report = TransferReport(
             _RANK,
@@ -182,9 +183,8 @@ class TierCache:
             slot_bytes=arena.layout.slot_bytes,
             wanted_slots=arena.slots,
         )
-        self.observation = SimpleNamespace(
-            info=info_labels(engine or EngineIdentity(), config), reports={_RANK: self._report}
-        )
+        self.reports = {_RANK: self._report}
+        self.observation = SimpleNamespace(info=info_labels(engine or EngineIdentity(), config))
         identifying = portal.new_executor("identity")
         identified = identifying.submit(lambda: with_key(_with_pages(identify(), arena.layout), key))
         identifying.shutdown(wait=False)
@@ -196,7 +196,10 @@ class TierCache:
         clocks = Clocks(clock.monotonic, sleep=clock.sleep)
         self._side = TiersSide(core, self, config, portal, clocks, disk, remote, key)
         self.observation.remote_faults = self._side.remote_faults
-        self._handle_facts()
+        self.bus.on_removed = log_removed
+        self._unreadable = AtMostEvery(inf, clock.monotonic)
+        self.counters.subscribe(self.bus)
+        self._handle(facts.TransferReported(self._report))
         shared = _RANK, 1, config, arena, portal, clock, None, key
         self._disk = None if disk is None else open_disk(disk, *shared)
         self._remote = None if address is None else open_remote(address, *shared)
@@ -204,17 +207,16 @@ class TierCache:
         portal.spawn(run_observer, observer.subscribe(self.bus), observer, log_removed)
         threading.Thread(target=self._run, name=f"{portal.name}-ends", daemon=True).start()
 
-    def _handle_facts(self) -> None:
-        bus, core = self.bus, self.core
-        bus.on_state_error = lambda error, fact: self._broke(error, type(fact).__name__)
-        bus.on_removed = log_removed
-        self.counters.subscribe(bus)
-        bus.handle(facts.TransferReported, core.transfer_reported)
-        bus.handle(facts.JobOverdue, core.job_overdue)
-        bus.handle(facts.CacheReset, core.cache_reset)
-        bus.count(facts.RemoteAnswered, lambda fact: self._asked.discard(fact.request))
-        self._side.handle_facts(bus)
-        bus.dispatch([facts.TransferReported(self._report)])
+    def _handle(self, *received: facts.Fact) -> None:
+        """Pass facts to the core, and then the facts and the core's events to observers in one batch."""
+        batch = list[object]()
+        for fact in received:
+            batch.append(fact)
+            self.ask(type(fact).__name__, partial(self.core.handle, fact), None)
+            batch += self._state.tally.take()
+            if isinstance(fact, facts.RemoteAnswered):
+                self._asked.discard(fact.request)
+        self.bus.dispatch(batch)
 
     # -- calls --------------------------------------------------------------------------------------------------
 
@@ -303,7 +305,7 @@ class TierCache:
             with self._changed:
                 # The flag keeps other calls out while the catalogs wait for their tiers without the lock.
                 self._is_resetting = True
-                self.bus.dispatch([facts.CacheReset()])
+                self._handle(facts.CacheReset())
                 self._changed.notify_all()
             try:
                 return self._side.reset()
@@ -326,7 +328,11 @@ class TierCache:
     def gauges(self) -> Mapping[str, Series]:
         """Return the series of the metrics that apply to a `TierCache`, by name; only counters after `close`."""
         metrics = [metric for metric in METRICS if not self._is_closed or metric.kind is Kind.COUNTER]
-        return read_all(cast("Side", self), self.counters.tiers, metrics)
+        return read_all(cast("Side", self), self.counters.tiers, self._reader_failed, metrics)
+
+    def _reader_failed(self, metric: str, error: Exception) -> None:
+        if self._unreadable.due(metric) is not None:
+            log_removed(metric, error)
 
     def close(self) -> None:
         """Close the tiers. Wait for the disk for at most `disk_drain_s`, and never for the remote tier."""
@@ -539,13 +545,13 @@ class TierCache:
         """Process ended calls to the tiers, and time out calls that take too long."""
         now, jobs = self._monotonic(), self._state.jobs
         if batch := self._side.take_facts(now):
-            self.bus.dispatch([*batch])
+            self._handle(*batch)
             self.core.lower_tiers.stop()  # A warm start would fill the staging slots.
         parts = [None if copies is None else copies.take() for copies in (self._disk, self._remote)]
         report, before = merged(self._report, *parts), jobs.open_on_tiers
         if any(part is not None and part.is_new for part in parts):
-            self.observation.reports[_RANK] = report
-            self.bus.dispatch([facts.TransferReported(report)])
+            self.reports[_RANK] = report
+            self._handle(facts.TransferReported(report))
         self._side.reported([report], now, has_moved=jobs.open_on_tiers != before)
         if events := self._state.tally.take():
             self.bus.dispatch([*events])

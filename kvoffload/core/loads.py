@@ -304,7 +304,8 @@ class Loads:
 
     def reported(self, job: Load, rank: Rank, report: JobReport) -> None:
         """Invalidate the host slots that a rank could not load. The load ends after every rank's report (R9)."""
-        job.corrupt.update(report.corrupt)
+        if report.corrupt:
+            job.corrupt.update(report.corrupt)
         if report.outcome is not CopyOutcome.DONE:
             self._distrust(job, report)
 
@@ -349,7 +350,7 @@ class Loads:
         if record.incarnation == job.incarnation and record.state < _FINISHING:
             self._state.retention.add(record, pool.pinned(job.slots))
         pool.unpin(job.slots)
-        event = events.LoadEnded(job.id, record.request, len(job.slots), LoadOutcome.LOADED)
+        event = events.LoadEnded(job.id, record.request, len(job.slots), LoadOutcome.LOADED, job.copy_s)
         self._state.tally.events.append(event)
         self._answer(record, job.incarnation, loaded=True)
         if record.incarnation == job.incarnation and record.state is _RUNNING:

@@ -1,13 +1,13 @@
 """The core of one engine's scheduler side. The core takes facts and returns answers and events.
 
 The core uses no torch, clock, thread, log or random number. The same facts in the same order give the same answers, and
-the state can be copied and compared, so tests can explore it. Each method that takes a fact is the only handler of that
-fact's class.
+the state can be copied and compared, so tests can explore it. Each class of facts has one method, listed in `_HANDLERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from kvoffload.core.audit import audit
 from kvoffload.core.jobs import DeviceJob, Failure, Load, Offer
@@ -48,6 +48,10 @@ class OffloadCore:
         self._least_tokens = policy.min_load_tokens
         self._new: dict[RequestRecord, None] = {}  # requests that got a block table since the last step
 
+    def handle(self, fact: facts.Fact) -> None:
+        """Pass a fact to the method for its class. Hooks with facts of one class call that method themselves."""
+        _HANDLERS[type(fact)](self, fact)
+
     # -- requests -----------------------------------------------------------------------------------------------
 
     def request_seen(self, fact: facts.RequestSeen) -> None:
@@ -56,7 +60,7 @@ class OffloadCore:
         if fact.request in live:
             self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
             return
-        keys = tuple([list(each) for each in fact.keys])
+        keys = tuple(map(list, fact.keys))
         live[fact.request] = record = RequestRecord(
             fact.request,
             fact.prompt_tokens,
@@ -210,7 +214,8 @@ class OffloadCore:
         state.steps += 1
         if fact.preempted:
             self._preempt_all(fact.preempted)
-        self._new.clear()
+        if self._new:
+            self._new.clear()
         advanced = self._advance(fact) if fact.progress or fact.reallocated else []
         if state.degraded is None:
             if fact.states:
@@ -296,7 +301,7 @@ class OffloadCore:
             tier.rank_reported(report)
         for part in report.jobs:
             job = state.jobs.open.get(part.job)
-            if job is None or not job.reported(report.rank, part.outcome):
+            if job is None or not job.reported(report.rank, part.outcome, part.copy_s):
                 continue
             event = events.RankReported(
                 job=job.id,
@@ -455,3 +460,20 @@ class OffloadCore:
             for group, table in zip(self.state.shape.groups, fact.tables, strict=True)
             for block in table[: fact.device_tokens // group.block_tokens]
         )
+
+
+_HANDLERS: Mapping[type[facts.Fact], Callable[[OffloadCore, Any], None]] = {
+    facts.RequestSeen: OffloadCore.request_seen,
+    facts.BlocksAllocated: OffloadCore.blocks_allocated,
+    facts.StepScheduled: OffloadCore.step_scheduled,
+    facts.RequestEnded: OffloadCore.request_ended,
+    facts.TransferReported: OffloadCore.transfer_reported,
+    facts.JobOverdue: OffloadCore.job_overdue,
+    facts.CacheReset: OffloadCore.cache_reset,
+    facts.InvariantBroken: OffloadCore.invariant_broken,
+    facts.DiskRestored: lambda core, fact: core.lower_tiers.disk_restored(fact),
+    facts.DiskClosed: lambda core, fact: core.lower_tiers.disk_closed(fact),
+    facts.RemoteOpened: lambda core, fact: core.lower_tiers.remote_opened(fact),
+    facts.RemoteLost: lambda core, fact: core.lower_tiers.remote_lost(fact),
+    facts.RemoteAnswered: lambda core, fact: core.lower_tiers.remote_answered(fact),
+}

@@ -107,7 +107,6 @@ class _Copies(ABC, Generic[JobT]):
 
     def reported(self, job: JobT, rank: Rank, report: JobReport) -> None:
         """Record the end of a rank's copy. The first rank that fails makes the job fail (R4)."""
-        job.copy_s = max(job.copy_s, report.copy_s)
         if report.stuck or report.missing:
             job.stuck.update(report.stuck)
             job.missing.update(report.missing)

@@ -120,13 +120,14 @@ class LoadEnded(Event, frozen=True):
     """A load has ended: the request continues with the loaded blocks, or recomputes them.
 
     `blocks` is the number of blocks with this `outcome`. A corrupt load has two events: one counts its corrupt blocks,
-    and one counts its other blocks as failed.
+    and one counts its other blocks as failed. `copy_s` is the slowest reporting rank's time.
     """
 
     job: JobId
     request: RequestId
     blocks: int
     outcome: LoadOutcome
+    copy_s: float = 0.0
 
 
 class BlocksOffered(Event, frozen=True):
@@ -312,6 +313,23 @@ class OffloadingDegraded(Event, frozen=True):
 
     cause: DegradeCause
     detail: str
+
+
+class WaitEnded(Event, frozen=True):
+    """A lookup that was answered "not yet" got another answer, or its request ended; `seconds` is how long it took."""
+
+    request: RequestId
+    seconds: float
+
+
+class LoadOrphaned(Event, frozen=True):
+    """A request ended before its load."""
+
+    request: RequestId
+
+
+class RequestsEnded(Event, frozen=True):
+    """The last request has ended, so the engine is idle."""
 
 
 class FirstTokenReached(Event, frozen=True):

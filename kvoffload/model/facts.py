@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvoffload.model.causes import DegradeCause
@@ -24,6 +25,7 @@ class RequestSeen(Fact, frozen=True):
         reads_cache: False if the request asked not to read cached blocks.
         persists: True if lower tiers may store the request's KV, because it depends only on its keys and the engine's
             fingerprint.
+        trace_parent: the W3C `traceparent` of the request's span, unchecked; None without a span.
     """
 
     request: RequestId
@@ -31,6 +33,7 @@ class RequestSeen(Fact, frozen=True):
     keys: tuple[tuple[BlockKey, ...], ...]
     reads_cache: bool = True
     persists: bool = True
+    trace_parent: str | None = None
 
 
 class BlocksAllocated(Fact, frozen=True):
@@ -113,7 +116,10 @@ class StepScheduled(Fact, frozen=True):
     @property
     def is_idle(self) -> bool:
         """Return whether the step reports nothing new."""
-        return not (self.progress or self.preempted or self.reallocated or self.states)
+        return not any(_NEWS(self))
+
+
+_NEWS = attrgetter("progress", "preempted", "reallocated", "states")
 
 
 class RequestEnded(Fact, frozen=True):

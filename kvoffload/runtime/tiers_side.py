@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence, Sized
 from math import inf
 from typing import Protocol, TypeVar
 
-from kvoffload.bus.bus import Bus
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.tiers import Ask
 from kvoffload.disk.folder import DiskPlace
@@ -134,14 +133,6 @@ class TiersSide:
         self.is_opening = True
         self._opening_s = 0.0
         self._stepped_at = -inf
-
-    def handle_facts(self, bus: Bus) -> None:
-        """Register the core's handlers of facts about lower tiers."""
-        bus.handle(facts.DiskRestored, self._tiers.disk_restored)
-        bus.handle(facts.DiskClosed, self._tiers.disk_closed)
-        bus.handle(facts.RemoteOpened, self._tiers.remote_opened)
-        bus.handle(facts.RemoteLost, self._tiers.remote_lost)
-        bus.handle(facts.RemoteAnswered, self._tiers.remote_answered)
 
     def ask(self) -> None:
         """Send the core's queries to the remote tier."""

@@ -49,6 +49,8 @@ class VllmScheduler:
         identification: determines the KV identity; None without a tier below the host.
     """
 
+    _changes: Changes | None = None  # a connector on a worker has no metrics of its own
+
     def __init__(
         self,
         offload: SchedulerSide,
@@ -90,9 +92,9 @@ class VllmScheduler:
         self._tracked[request.request_id] = tracked
         known = self._keys.keys(hashes, 0)
         lasts = self._identification is None or persists(request)
-        fact = facts.RequestSeen(request.request_id, request.num_tokens, known, reads, lasts)
-        trace_parent = tracked.trace_parent if self.offload.observation.spans is not None else None
-        self.offload.seen(fact, partial(_output_tokens, request), trace_parent)
+        parent = tracked.trace_parent if self.offload.observation.spans is not None else None
+        fact = facts.RequestSeen(request.request_id, request.num_tokens, known, reads, lasts, parent)
+        self.offload.seen(fact, partial(_output_tokens, request))
         return tracked
 
     def get_num_new_matched_tokens(
@@ -187,7 +189,7 @@ class VllmScheduler:
         else:
             confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
             if self.tier_events is not None:
-                self.tier_events.notes.take(request, tracked.noted, confirmed)
+                self.tier_events.note(request, tracked.noted, confirmed)
             if tracked.hashes != len(request.block_hashes):
                 new_keys = tracked.new_keys(self._keys)
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
@@ -197,10 +199,18 @@ class VllmScheduler:
 
         While requests or copies exist, return None until a second has passed since the last changes.
         """
-        if self._changes.now() < self._changes.next_s and (self._tracked or self.has_pending_push_work()):
+        changes = self._changes
+        if changes is None or (
+            changes.now() < changes.next_s and (self._tracked or self.has_pending_push_work())
+        ):
             return None
-        changes = self._changes.take()
-        return KVOffloadStats(changes) if changes is not None else None
+        try:
+            taken = changes.take()
+        except Exception as error:
+            self._changes = None
+            self.offload.observation.removed("Changes", error)
+            return None
+        return KVOffloadStats(taken) if taken is not None else None
 
     def close(self) -> None:
         """Stop the observers and close the lower tiers."""
