@@ -76,7 +76,7 @@ class PendingHits:
             if (self._lower_tiers.look(record, hit) or record.awaits_answer) and may_wait:
                 self._not_yet(record)
                 return None
-            cause = self._lower_tiers.cause(hit.missing, hit.cause)
+            cause = self._lower_tiers.cause(record, hit.missing, hit.cause)
             if cause is not hit.cause:
                 hit = hit._replace(cause=cause)
         if slots:
@@ -160,7 +160,7 @@ class PendingHits:
             return PendingHit(device_tokens, device_tokens, (), MissCause.DEGRADED)
         if state.stall.is_on:
             return PendingHit(device_tokens, device_tokens, (), MissCause.STALLED)
-        limit = record.prompt_tokens - 1
+        limit = record.longest_hit(device_tokens, state.shape)
         tokens, slots, missing, lacks_state, full_tokens = longest_match(
             state.shape, record.keys, state.pool.index, device_tokens, limit, full_tokens
         )
@@ -168,18 +168,22 @@ class PendingHits:
             record.boundary = full_tokens
         if 0 < tokens - device_tokens < record.least_tokens:
             return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_DECLINED, missing)
-        cause = self._cause(record, tokens, missing)
+        cause = self._cause(record, tokens, missing, is_limited=limit < record.prompt_tokens - 1)
         if lacks_state and cause is MissCause.NEVER_SEEN:
             cause = MissCause.NO_STATE
         return _hit((device_tokens, tokens, slots, cause, missing))
 
-    def _cause(self, record: RequestRecord, tokens: int, missing: BlockKey | None) -> MissCause | None:
+    def _cause(
+        self, record: RequestRecord, tokens: int, missing: BlockKey | None, *, is_limited: bool
+    ) -> MissCause | None:
         """Return why the first block position after a match missed, or None if there is no such position."""
         lacking, alignment = record.prompt_tokens - tokens, self._state.shape.alignment
         if lacking <= 0:
             return None
         if lacking < alignment:
             return MissCause.PARTIAL_BLOCK
+        if missing is None and is_limited:
+            return MissCause.LIMITED
         if missing is None:
             return MissCause.LAST_TOKEN if lacking == alignment else MissCause.LOOKAHEAD
         if missing in self._in_flight.keys:

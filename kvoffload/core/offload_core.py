@@ -67,6 +67,7 @@ class OffloadCore:
             keys,
             fact.reads_cache,
             fact.persists,
+            fact.limits,
             offered=[*self.state.none_offered],
         )
         if self.state.tiers:
@@ -283,6 +284,13 @@ class OffloadCore:
                 continue
             if record.keys[group][position : position + 1] != [key]:
                 self.stores.refuse([Offer(key, block)], StoreOutcome.STALE)
+                continue
+            end, limit = (
+                (position + 1) * self.state.shape.groups[group].block_tokens,
+                record.limits.store_tokens,
+            )
+            if limit is not None and end > limit:
+                self.stores.refuse([Offer(key, block)], StoreOutcome.LIMITED)
                 continue
             self.state.tables.put(record, group, position, block)
             offers.append(Offer(key, block, record, record.incarnation, group, position))

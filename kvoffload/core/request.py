@@ -10,6 +10,8 @@ from msgspec import Struct
 
 from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
 from kvoffload.model.causes import MissCause
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.facts import NO_LIMITS, Limits
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
 from kvoffload.model.wire import Tier
 
@@ -52,6 +54,7 @@ class RequestRecord(Struct, eq=False):
         keys: per group, the keys of the request's whole blocks so far.
         reads_cache: False if the request asked not to read cached blocks.
         persists: True if the request's blocks may be written to lower tiers and looked up there.
+        limits: what the client allows for the request.
         incarnation: identifies the request's block table. Jobs and offers made for an earlier table do not change the
             record.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
@@ -91,6 +94,7 @@ class RequestRecord(Struct, eq=False):
     keys: tuple[list[BlockKey], ...]
     reads_cache: bool = True
     persists: bool = True
+    limits: Limits = NO_LIMITS
     state: RequestState = RequestState.SEEN
     incarnation: int = 0
     table: list[list[DeviceBlockId]] | None = None
@@ -125,6 +129,14 @@ class RequestRecord(Struct, eq=False):
 
     def __repr__(self) -> str:
         return f"<Request {self.request} [{self.state.name}, table {self.incarnation}]>"
+
+    def longest_hit(self, device_tokens: int, shape: EngineShape) -> int:
+        """Return the maximum length of a hit: the last token is always computed, and the client may limit loads."""
+        limit, load_tokens = self.prompt_tokens - 1, self.limits.load_tokens
+        if load_tokens is None:
+            return limit
+        # vLLM's own connector takes one token off the limit if a model has other than full-attention groups.
+        return min(limit, device_tokens + max(load_tokens - (not shape.is_full_only), 0))
 
     def extend_keys(self, new_keys: Sequence[Sequence[BlockKey]]) -> None:
         """Append the keys of the request's new whole blocks, given per group."""

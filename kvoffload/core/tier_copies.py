@@ -417,6 +417,8 @@ class LowerTiers:
         state, remote = self._state, self._state.remote
         if remote is None or not (remote.is_usable and record.reads_cache and record.persists):
             return
+        if record.limits.load_tokens == 0 or not _allows(record, remote):
+            return
         if state.degraded is not None:
             return
         above = [state.pool.index, *[tier.pool.index for tier in state.tiers if tier is not remote]]
@@ -427,9 +429,11 @@ class LowerTiers:
 
     def _seen(self, record: RequestRecord) -> None:
         """Fetch the blocks of an arriving request's prefix that only lower tiers have."""
-        state, tiers = self._state, self._usable()
+        state, tiers = self._state, self._usable(record)
         if not (tiers and record.persists and record.reads_cache):
             return
+        if record.limits.load_tokens is not None:
+            return  # Only a lookup knows after how many tokens the request's limit begins.
         limit = record.prompt_tokens - 1
         if state.shape.is_one_full_group:
             missing = self._first_missing(record.keys[0][: limit // state.shape.alignment])
@@ -445,7 +449,7 @@ class LowerTiers:
 
     def look(self, record: RequestRecord, hit: PendingHit) -> bool:
         """Fetch the blocks that lower tiers add to a hit; return whether the request should wait for a fetch."""
-        state, tiers, missing = self._state, self._usable(), hit.missing
+        state, tiers, missing = self._state, self._usable(record), hit.missing
         if not tiers or missing is None:
             return False
         if state.shape.is_one_full_group and not _have(tiers, missing):
@@ -486,10 +490,12 @@ class LowerTiers:
                 continue
             jobs.cancel(job)
 
-    def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
+    def cause(self, record: RequestRecord, missing: BlockKey, cause: MissCause | None) -> MissCause | None:
         """Return why a block is missing on the host. `cause` is the answer if lower tiers do not explain the miss."""
         for tier in self._state.tiers:
-            if missing is not None and missing in tier.pool.index.parts[missing[0]]:
+            if missing in tier.pool.index.parts[missing[0]]:
+                if not _allows(record, tier):
+                    return MissCause.LIMITED
                 if self._state.shape.count_states((missing,)):
                     return MissCause.NO_STATE
                 return MissCause.ON_DISK if tier.tier is Tier.DISK else MissCause.IN_REMOTE
@@ -499,11 +505,12 @@ class LowerTiers:
             return MissCause.TIER_OPENING
         return cause
 
-    def _usable(self) -> list[LowerTier]:
-        """Return the tiers from which a fetch may start now."""
+    def _usable(self, record: RequestRecord) -> list[LowerTier]:
+        """Return the tiers from which a fetch for a request may start now."""
         if self._state.degraded is not None or self._state.stall.is_on:
             return []
-        return [tier for tier in self._state.tiers if tier.is_usable and tier.has_blocks]
+        tiers = self._state.tiers
+        return [tier for tier in tiers if tier.is_usable and tier.has_blocks and _allows(record, tier)]
 
     def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
         """Return the first of a prefix's keys that the host lacks, or None if the host has all keys.
@@ -525,7 +532,7 @@ class LowerTiers:
             tokens: the length of the prefix that needs no fetch.
         """
         state = self._state
-        limit, alignment = record.prompt_tokens - 1, state.shape.alignment
+        limit, alignment = record.longest_hit(device_tokens, state.shape), state.shape.alignment
         room = most_fetched(state) - record.fetched_blocks
         # With one full-attention group, no block before `tokens` is missing. With windows, blocks may be missing there.
         start = tokens if state.shape.is_one_full_group else device_tokens
@@ -650,6 +657,10 @@ class LowerTiers:
 def most_fetched(state: CoreState) -> int:
     """Return how many host slots all open fetches may fill together, which is also the limit for each request."""
     return max(state.pool.capacity // 4, 1)
+
+
+def _allows(record: RequestRecord, tier: LowerTier) -> bool:
+    return record.limits.tiers is None or tier.tier in record.limits.tiers
 
 
 def _have(tiers: Sequence[LowerTier], key: BlockKey) -> bool:

@@ -8,11 +8,28 @@ from typing import NamedTuple
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
 from kvoffload.model.message import Message
-from kvoffload.model.wire import Put, TransferReport
+from kvoffload.model.wire import Put, Tier, TransferReport
 
 
 class Fact(Message, frozen=True):
     """Base of all facts."""
+
+
+class Limits(Message, frozen=True):
+    """What one request allows kvoffload to do with its blocks.
+
+    Args:
+        load_tokens: how many tokens may be loaded beyond those that the device holds at the lookup; None for any number.
+        store_tokens: only blocks of this many first tokens may be stored; None for all.
+        tiers: the lower tiers from which blocks may be fetched; None for all. The host is always searched.
+    """
+
+    load_tokens: int | None = None
+    store_tokens: int | None = None
+    tiers: tuple[Tier, ...] | None = None
+
+
+NO_LIMITS = Limits()
 
 
 class RequestSeen(Fact, frozen=True):
@@ -25,6 +42,7 @@ class RequestSeen(Fact, frozen=True):
         reads_cache: False if the request asked not to read cached blocks.
         persists: True if lower tiers may store the request's KV, because it depends only on its keys and the engine's
             fingerprint.
+        limits: what the client allows for this request.
         trace_parent: the W3C `traceparent` of the request's span, unchecked; None without a span.
     """
 
@@ -33,6 +51,7 @@ class RequestSeen(Fact, frozen=True):
     keys: tuple[tuple[BlockKey, ...], ...]
     reads_cache: bool = True
     persists: bool = True
+    limits: Limits = NO_LIMITS
     trace_parent: str | None = None
 
 

@@ -82,7 +82,7 @@ class Journal:
         bus.count(Batch, self._young.append)  # a method in C, which takes less time in hooks than one of ours
         if self._file is None:
             bus.count(Tick, self._move)
-            bus.count(DiskRestored, self._move)  # many of these, as long as the disk's index, come with one step
+            bus.count(DiskRestored, self._move)  # the index of a disk comes in many parts within one step
         else:
             self._feed = bus.observe("journal", capacity)
             bus.count(Batch, self._move)

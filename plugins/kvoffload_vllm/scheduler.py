@@ -13,6 +13,7 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.wire import NOTHING
 from kvoffload.runtime.copies import NO_ANSWERS
 from kvoffload_vllm.kv_identity import persists
+from kvoffload_vllm.limits import LimitReader
 from kvoffload_vllm.metadata import NO_PLAN, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.progress import KeyMaker, ProgressReports, Tracked
 from kvoffload_vllm.stats import KVOffloadStats
@@ -76,6 +77,7 @@ class VllmScheduler:
             if group.kind is AttentionKind.RECURRENT
         }
         """The recurrent groups by vLLM's number: kvoffload's number, and the number of tokens in a block."""
+        self._limits = LimitReader()
         self._tracked: dict[str, Tracked] = {}
         self._progress = ProgressReports(
             groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
@@ -93,7 +95,8 @@ class VllmScheduler:
         known = self._keys.keys(hashes, 0)
         lasts = self._identification is None or persists(request)
         parent = tracked.trace_parent if self.offload.observation.spans is not None else None
-        fact = facts.RequestSeen(request.request_id, request.num_tokens, known, reads, lasts, parent)
+        limits = self._limits.read(request.kv_transfer_params)
+        fact = facts.RequestSeen(request.request_id, request.num_tokens, known, reads, lasts, limits, parent)
         self.offload.seen(fact, partial(_output_tokens, request))
         return tracked
 

@@ -354,12 +354,14 @@ class World:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def add(self, name: str, text: str, *, reads_cache: bool = True) -> Req:
+    def add(
+        self, name: str, text: str, *, reads_cache: bool = True, limits: facts.Limits = facts.NO_LIMITS
+    ) -> Req:
         request = Req(RequestId(name), text)
         self.requests[name] = request
         keys = tuple(tuple(keys_of(text, group)) for group in self.groups)
         request.reported_keys = [len(each) for each in keys]
-        self.tell(facts.RequestSeen(request.name, len(text), keys, reads_cache, self.persists))
+        self.tell(facts.RequestSeen(request.name, len(text), keys, reads_cache, self.persists, limits))
         return request
 
     def lookup(self, request: Req, *, may_wait: bool = True, least: int = 0) -> int | None:
@@ -546,6 +548,13 @@ class World:
         self.load_and_run(request)
         self.end_and_drain(request)
         return request
+
+    def serve_limited(self, name: str, text: str, limits: facts.Limits) -> None:
+        """Serve a request that has limits of its own."""
+        request = self.add(name, text, limits=limits)
+        self.admit(request)
+        self.load_and_run(request)
+        self.end_and_drain(request)
 
     # -- ranks --------------------------------------------------------------------------------------------------
 
