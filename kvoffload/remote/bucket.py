@@ -177,7 +177,8 @@ class BucketStore:
         """
         lacks = list[str]()
         try:
-            if not self._create(_LOOK, _LOOK.encode()):
+            # A server with conditional writes refuses the second write, and the first one if the object exists.
+            if not any(self._create(_LOOK, _LOOK.encode()) for _ in range(2)):
                 lacks.append(
                     f"{self._address} has no conditional writes: engines that start in the same second may share nothing for 30 s"
                 )
@@ -201,10 +202,11 @@ class BucketStore:
     def _create(self, name: str, data: bytes) -> bool:
         """Write a small object if it does not exist.
 
-        A server without conditional writes gets a write without a condition, which may replace another writer's object.
+        A server that refuses conditional writes gets a write without a condition, which may replace another writer's
+        object.
 
         Returns:
-            Whether the server has conditional writes.
+            Whether the server has kept an existing object.
         """
         try:
             with translated(self._address):
@@ -212,10 +214,11 @@ class BucketStore:
         except AnsweredError as error:
             if error.status in _NO_CONDITION:
                 self.replace(name, data)
-                return False
-            if error.status not in _EXISTS:
+            elif error.status in _EXISTS:
+                return True
+            else:
                 raise
-        return True
+        return False
 
     # -- the catalogue ------------------------------------------------------------------------------------------
 

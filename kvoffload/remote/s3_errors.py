@@ -101,7 +101,7 @@ def _translation(address: BucketAddress, error: BaseException) -> RemoteError:
     words = list(dict.fromkeys(_NAMES.findall(text)))
     words += [meaning for pattern, meaning in _MEANINGS.items() if re.search(pattern, text)]
     if (found := _STATUS.search(text)) is None:
-        return RemoteError(f"{address} fails: {', '.join([kind, *words])}", _fault_of(text))
+        return RemoteError(f"{address} fails: {', '.join(words or [kind])}", _fault_of(text))
     status = int(found[1])
     return AnsweredError(f"{address} fails: {', '.join([_phrase(status), *words])}", status, words)
 

@@ -120,7 +120,7 @@ class S3Server(_Server):
         page: the number of names in one listing.
         together: if set, reads wait at this barrier.
         is_endless: whether every page of a listing is empty and followed by another page.
-        lacks: what the server cannot do: "ranges" (it answers with the whole object) or "start-after" (it ignores it).
+        lacks: what the server ignores: "conditions" of writes, "ranges" of reads, "start-after" in listings.
         override: returns status, headers and body with which to answer a request, or None to serve the request.
     """
 
@@ -191,7 +191,8 @@ class _S3Handler(_Handler):
 
     def _put(self, body: bytes) -> None:
         name = unquote(urlsplit(self.path).path).removeprefix(f"/{BUCKET}/")
-        if "If-None-Match" in self.headers and name in self.server.objects:
+        has_condition = "If-None-Match" in self.headers and "conditions" not in self.server.lacks
+        if has_condition and name in self.server.objects:
             return self._answer(412, b"")
         self.server.put(name, body)
         return self._answer(200, b"")

@@ -401,7 +401,8 @@ def test_a_failing_read_fails_only_when_all_reads_have_ended() -> None:
         raise RemoteError("the test says so")
 
     async def read() -> None:
-        await asyncio.sleep(0)
+        for _ in range(10):
+            await asyncio.sleep(0)
         ended.append("read")
 
     with pytest.raises(RemoteError, match="says so"):

@@ -90,7 +90,7 @@ def test_no_panic_of_the_client_takes_its_text_to_a_message(
     monkeypatch.delenv("AWS_SKIP_SIGNATURE")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", f"{SECRET}\n")  # as a mounted file with a line end gives it
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    with pytest.raises(RemoteError, match="PanicException, a credential contains a character") as raised:
+    with pytest.raises(RemoteError, match="fails: a credential contains a character") as raised:
         BucketStore(BucketAddress(BUCKET), 5.0).first_look()
     assert SECRET not in str(raised.value)
 
