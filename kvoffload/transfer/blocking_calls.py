@@ -341,7 +341,7 @@ class BlockingCalls(Generic[ResourceT]):
             fault = getattr(result, "refused", None)
         except BaseException as raised:
             # A panic in a Rust client is not an `Exception`, but must end the call.
-            error = str(raised) or repr(raised)
+            error = self._text_of(raised)
             fault = getattr(raised, "fault", RemoteFault.OTHER)
             is_gone = isinstance(raised, RemoteGone)
             if is_gone:
@@ -362,10 +362,19 @@ class BlockingCalls(Generic[ResourceT]):
         try:
             call.result = result if call.use is None or error is not None else call.use(result)
         except Exception as raised:
-            error = str(raised) or repr(raised)
+            error = self._text_of(raised)
         call.error = error
         call.took = self._monotonic() - call.began
         self.ended.append(call)
+
+    def _text_of(self, raised: BaseException) -> str:
+        """Return an exception's text. Of a class from outside this package, return only its name for a remote tier.
+
+        The text of a remote client may repeat what a server wrote, and with it the credentials that the server received.
+        """
+        if self._policy.is_file or isinstance(raised, KVOffloadError):
+            return str(raised) or repr(raised)
+        return type(raised).__name__
 
     def _connected(self, call: Call) -> ResourceT:
         """Return the resource, which a probe opens first if necessary."""
