@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from operator import le
@@ -115,6 +117,12 @@ def put_and_close(start: Start, *numbers: int, **options: Any) -> None:  # noqa:
     rig.cache.close()
 
 
+def key_file(path: Path) -> Path:
+    path.touch(0o600)
+    path.write_text(path.name * 16)
+    return path
+
+
 def events(lines: list[dict[str, Any]]) -> set[str]:
     return {line["event"] for line in lines}
 
@@ -183,11 +191,41 @@ def test_r18_blocks_of_another_model_or_layout_are_not_found(
 def test_r18_blocks_written_with_another_tier_key_are_not_found(start: Start, tmp_path: Path) -> None:
     own, other = ({"tier_key_file": str(tmp_path / name)} for name in ("own key", "other key"))
     for name in ("own key", "other key"):
-        (tmp_path / name).touch(0o600)
-        (tmp_path / name).write_text(name * 8)
+        key_file(tmp_path / name)
     put_and_close(start, 0, **own)
     assert start(**other).has(0) == [False]
     assert start(**own).get(0) == [True]
+
+
+OTHER = replace(IDENTITY, weights="weights 2")
+
+
+@pytest.mark.parametrize("what", ["renamed", "copied", "only the replica's"])
+@pytest.mark.parametrize("has_key", [False, True])
+def test_r18_a_folder_that_was_made_for_other_kv_is_not_used_and_one_line_says_so(
+    start: Start, tmp_path: Path, what: str, *, has_key: bool
+) -> None:
+    key = {"tier_key_file": str(key_file(tmp_path / "key"))} if has_key else {}
+    disk = tmp_path / "disk"
+    put_and_close(start, 0, 1, disk_path=str(disk), **key)
+    (own,) = disk.glob("*/")
+    put_and_close(start, 2, identity=OTHER, disk_path=str(disk), **key)
+    (other,) = (path for path in disk.glob("*/") if path != own)
+    source, target = (own, other) if what != "only the replica's" else (own / "replica0", other / "replica0")
+    shutil.rmtree(target)
+    shutil.move(source, target) if what == "renamed" else shutil.copytree(source, target)
+    with capture_logs() as lines:
+        rig = start(identity=OTHER, disk_path=str(disk), **key)
+        assert rig.has(0, 1, 2) == [False] * 3
+        assert rig.put(0) == rig.get(0) == [True]
+    (line,) = (line for line in lines if line["log_level"] != "info")
+    reason = f"it was made for other KV, with the fingerprint {own.name!r}"
+    note = "" if what == "only the replica's" else "; its identity.json names other weights"
+    assert (line["event"], line["reason"]) == ("disk_index_dropped", reason + note)
+    rig.cache.close()
+    with capture_logs() as lines:
+        assert start(identity=OTHER, disk_path=str(disk), **key).get(0) == [True]
+    assert {line["log_level"] for line in lines} == {"info"}
 
 
 def test_r17_blocks_that_are_corrupt_on_the_disk_are_read_from_the_remote_tier_or_missed(
