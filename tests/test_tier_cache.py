@@ -416,17 +416,111 @@ def test_r12_a_core_that_raises_switches_the_tiers_off(start: Start, monkeypatch
     assert [line["event"] for line in lines] == ["core_raised"]
 
 
-def test_pages_of_the_wrong_size_raise_an_error(start: Start) -> None:
-    rig = start()
-    with pytest.raises(ValueError, match="zip"):
-        rig.cache.put([key_of(0)], [blank((640, 96))])
-    with pytest.raises(ValueError, match="broadcast"):
-        rig.cache.put([key_of(0)], [blank((640, 96, 5001))])
-    assert rig.put(0) == [True]
-    with pytest.raises(ValueError, match="broadcast"):
-        rig.cache.get([key_of(0)], [blank((640, 97, 5000))])
-    assert rig.get(0) == [True]
+ODD_KEYS: dict[str, tuple[Any, str]] = {
+    "empty": (b"", "a key has 0 bytes, not 1 to 64"),
+    "65 bytes": (b"k" * 65, "a key has 65 bytes, not 1 to 64"),
+    "text": ("k", "a key is of the type str, not bytes"),
+    "a buffer": (bytearray(32), "a key is of the type bytearray, not bytes"),
+    "none": (None, "a key is of the type NoneType, not bytes"),
+}
+
+
+@pytest.mark.parametrize(("key", "reason"), ODD_KEYS.values(), ids=ODD_KEYS)
+@pytest.mark.parametrize("tier", ["disk", "remote"])
+def test_a_key_that_is_no_key_costs_only_itself_and_one_line(
+    start: Start, store: FakeStore, tier: str, key: bytes, reason: str
+) -> None:
+    rig = start(**(REMOTE if tier == "remote" else {}))
+    with capture_logs() as lines:
+        for _ in range(2):
+            keys, pages = [key_of(0), key, key_of(1)], [page_of(0), page_of(9), page_of(1)]
+            assert rig.cache.put(keys, pages, WAIT_S) == [True, False, True]
+            assert rig.cache.exists(keys, WAIT_S) == [True, False, True]
+            assert rig.cache.get(keys, [blank(), blank(), blank()], WAIT_S) == [True, False, True]
+    assert [(line["event"], line["reason"]) for line in lines] == [("tier_call_refused", reason)]
+    # The index is written before the cache closes; a key in it that is too long would have closed the disk.
+    assert rig.put(2) == rig.get(2) == [True]
+    rig.cache.close()
+    assert start(**(REMOTE if tier == "remote" else {})).get(0, 1, 2) == [True] * 3
+
+
+ODD_PAGES: dict[str, tuple[Any, str]] = {
+    "a region is missing": (
+        blank((640, 96)),
+        "a page has regions of (640, 96) bytes, not of (640, 96, 5000)",
+    ),
+    "a region is too long": (blank((640, 96, 5001)), "(640, 96, 5001) bytes"),
+    "a region has one byte": (blank((640, 1, 5000)), "(640, 1, 5000) bytes"),
+    "no region": ([], "a page has regions of () bytes"),
+    "no page": (None, "a page has no usable memory"),
+    "numbers": ([1, 2, 3], "a page has no usable memory"),
+    "every second byte": (
+        [*blank((640, 96)), memoryview(bytearray(10_000))[::2]],
+        "a page's memory is not contiguous",
+    ),
+}
+
+
+@pytest.mark.parametrize(("page", "reason"), ODD_PAGES.values(), ids=ODD_PAGES)
+def test_a_page_of_another_size_costs_only_itself_and_one_line(start: Start, page: Page, reason: str) -> None:
+    rig, keys = start(), [key_of(0), key_of(1)]
+    with capture_logs() as lines:
+        for _ in range(2):
+            assert rig.cache.put(keys, [page, page_of(1)], WAIT_S) == [False, True]
+        assert rig.put(0) == [True]
+        assert rig.cache.get(keys, [page, blank()], WAIT_S) == [False, True]
+    (line,) = lines
+    assert (line["event"], reason in line["reason"]) == ("tier_call_refused", True), line
+    assert rig.get(0, 1) == [True, True]
     assert rig.cache.core.audit() == []
+
+
+def test_a_page_that_cannot_be_written_is_only_put(start: Start) -> None:
+    rig, page = start(), [region.toreadonly() for region in page_of(0)]
+    with capture_logs() as lines:
+        assert rig.cache.put([key_of(0)], [page], WAIT_S) == [True]
+        assert rig.cache.get([key_of(0)], [page], WAIT_S) == [False]
+    assert [line["event"] for line in lines] == ["tier_call_refused"]
+    assert rig.get(0) == [True]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_call_with_fewer_or_more_pages_than_keys_finds_and_stores_nothing(start: Start, count: int) -> None:
+    rig, keys = start(), [key_of(0), key_of(1)]
+    with capture_logs() as lines:
+        assert rig.cache.put(keys, [page_of(0)] * count, WAIT_S) == [False, False]
+        assert rig.put(0, 1) == [True, True]
+        assert rig.cache.get(keys, [blank()] * count, WAIT_S) == [False, False]
+    assert [line["reason"] for line in lines] == [f"2 keys came with {count} pages"]
+    assert rig.get(0, 1) == [True, True]
+
+
+def test_a_forked_child_finds_nothing_and_does_not_wait_for_the_parents_threads(start: Start) -> None:
+    rig, gate = start(), ThreadGate()
+    assert rig.put(0) == [True]
+
+    def hold_lock() -> None:
+        with rig.cache._changed:
+            gate.arrive()
+
+    holder = threading.Thread(target=hold_lock)
+    holder.start()
+    gate.wait_for_arrivals(1)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # ends a child that hangs
+        try:
+            answers = [rig.put(1), rig.get(0), rig.has(0)]
+            others = [rig.cache.wait_open(WAIT_S), rig.cache.reset(), rig.cache.take_changes()]
+            rig.cache.close()
+            os._exit(answers != [[False]] * 3 or others != [False, False, []])
+        finally:
+            os._exit(2)
+    gate.open()
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert rig.get(0) == [True]
 
 
 def test_settings_of_other_parts_are_refused(tmp_path: Path) -> None:

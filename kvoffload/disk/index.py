@@ -53,7 +53,7 @@ _BATCH_MAGIC = 0x4B564F42
 _SUM_BYTES = 8
 _NUMBER = struct.Struct("<Q")
 _ID_BYTES = 16
-_KEY_BYTES = 64
+KEY_BYTES = 64
 _PUT, _INVALIDATE, _USE = 1, 2, 3
 _MOST_RECORDS = 4096
 """The maximum number of records in one batch of a compacted index.
@@ -110,7 +110,7 @@ class Entries:
         """Return a put record for each entry from `start` up to `end`."""
         part = self.records[start:end]
         raw = part["key"].tobytes()  # converting each key separately would take ten times as long
-        sizes = zip(range(0, len(raw), _KEY_BYTES), part["key_bytes"].tolist(), strict=True)
+        sizes = zip(range(0, len(raw), KEY_BYTES), part["key_bytes"].tolist(), strict=True)
         keys: list[Any] = [raw[place : place + size] for place, size in sizes]
         sums: Iterable[tuple[int, ...]] = zip(*part["sums"].T.tolist(), strict=True)
         return list(map(Put, part["slot"].tolist(), keys, sums))
@@ -141,7 +141,7 @@ class IndexContents:
 
 def record_type(ranks: int) -> np.dtype[np.void]:
     """Return the numpy type of a record in the index. Only put records use the key and the checksums."""
-    key = ("key_bytes", "u1"), ("key", f"V{_KEY_BYTES}")
+    key = ("key_bytes", "u1"), ("key", f"V{KEY_BYTES}")
     return np.dtype([("slot", "<u4"), ("kind", "u1"), *key, ("sums", "<u8", (ranks,))])
 
 
@@ -228,8 +228,8 @@ def read_index(data: bytes, slots: int, fingerprint: str, key: TierKey | None = 
 def _row(record: DiskRecord) -> tuple[object, ...]:
     if not isinstance(record, Put):
         return record.slot, _INVALIDATE if isinstance(record, Invalidate) else _USE, 0, b"", 0
-    if len(record.key) > _KEY_BYTES:
-        raise DiskError(f"the index has room for keys of {_KEY_BYTES} bytes, and one has {len(record.key)}")
+    if len(record.key) > KEY_BYTES:
+        raise DiskError(f"the index has room for keys of {KEY_BYTES} bytes, and one has {len(record.key)}")
     return record.slot, _PUT, len(record.key), record.key, record.sums
 
 
