@@ -7,8 +7,8 @@ calls return at once, because threads run the jobs. The threads call `TierCache`
 vLLM's chunks, with the bytes of all ranks, is one of `TierCache`'s pages.
 
 An exception of a thread fails its job only; in vLLM's scheduler it would end the engine. vLLM cannot evict a chunk from
-its host memory while a store of the chunk is open, so further stores are refused when the open ones have a quarter of
-that memory.
+its host memory while a store of the chunk is open. So the bytes of open stores have a bound, and further stores are
+refused.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ if TYPE_CHECKING:
 Copy = Callable[[Sequence[bytes], Sequence[Page]], list[bool]]
 
 _THREADS = 2  # the number of threads for loads, and the same number for stores
-_SHARE = 4  # open stores have at most this fraction of vLLM's host memory
+_SHARE = 4  # open stores have at most a quarter of vLLM's host memory
+_LEAST_BYTES = 64 * 2**20  # a bound that is smaller would refuse what a disk writes in a fraction of a second
 _CLOSING_S = 5.0
 
 log = get_logger("tiers")
@@ -153,7 +154,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         open_bytes = (
             sum(len(job.keys) for job, _ in self._open.values() if not job.is_promotion) * self._bytes
         )
-        most = self._memory.nbytes // _SHARE
+        most = max(self._memory.nbytes // _SHARE, _LEAST_BYTES)
         if open_bytes and open_bytes + len(job_metadata.keys) * self._bytes > most:
             reason = f"stores of {open_bytes} bytes are open, and the bound is {most}: the tiers are slower than vLLM"
             self._refuse(job_metadata, reason)
