@@ -186,7 +186,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         ended = Future[tuple[list[bool], float]]()
         ended.set_result(([False] * len(job.keys), 0.0))
         self._open[job.job_id] = job, ended
-        self._log_once("tier_job_refused", reason, "vLLM counts further jobs that are refused as failed")
+        self._log_once("tier_call_refused", reason, "vLLM counts further jobs that are refused as failed")
 
     def _run(self, copy: Copy, job: TransferJob) -> tuple[list[bool], float]:
         began = time.perf_counter()
@@ -204,7 +204,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         except Exception as error:
             answers, seconds = [False] * len(job.keys), 0.0
             self._log_once(
-                "tier_job_failed", reason_of(error), "vLLM counts further jobs that raise as failed"
+                "tier_copy_failed", reason_of(error), "vLLM counts further jobs that raise as failed"
             )
         done = [key for key, is_done in zip(job.keys, answers, strict=True) if is_done]
         failed = self._failed.get(job.req_context.req_id)

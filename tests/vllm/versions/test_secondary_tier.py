@@ -337,7 +337,7 @@ def test_an_exception_in_the_tiers_threads_costs_hits_and_one_line(
         life.push_out()
         found = life.ask()
         assert (tokens(found), cached(found)) == (tokens(expected), ALL)
-    (line,) = (line for line in lines if line["event"] == "tier_job_failed")
+    (line,) = (line for line in lines if line["event"] == "tier_copy_failed")
     assert line["reason"] == "ValueError: the memory is gone"
 
 
@@ -371,7 +371,7 @@ def test_open_stores_have_a_bound_in_bytes_and_further_stores_are_refused(
             "a store that is alone is accepted whatever its size"
         )
         assert all(jobs.has(*KEYS))
-    assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["tier_job_refused"]
+    assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["tier_call_refused"]
 
 
 def test_keys_and_chunks_that_are_none_cost_only_themselves(tmp_path: Path) -> None:
