@@ -74,6 +74,10 @@ def describe(folder: OpenFolder, identity: KVIdentity) -> list[str]:
     Returns:
         The names of the parts that the file had otherwise: the folder was made for other KV, and then renamed, copied
         or restored under this name.
+
+    Raises:
+        DiskError: the file or its folder does not belong to this user.
+        OSError: the disk is full, failing or gone.
     """
     text = json.dumps(identity.as_parts(), indent=2, sort_keys=True) + "\n"
     with open_folder(folder.path.parent) as parent:
