@@ -197,8 +197,8 @@ def test_an_index_with_a_tier_key_is_read_with_this_key() -> None:
     data = encoded([put(0, 0)], [put(1, 1), use(0)], header=KEYED)
     found = read_index(data, SLOTS, FINGERPRINT, KEY)
     assert found.entries.puts() == [put(1, 1), put(0, 0)]
-    again, batches = encode_index(found.header, found.entries)
-    again = read_index(again, SLOTS, FINGERPRINT, KEY)
+    written, batches = encode_index(found.header, found.entries)
+    again = read_index(written, SLOTS, FINGERPRINT, KEY)
     assert (again.entries.puts(), batches) == ([put(1, 1), put(0, 0)], 1)
 
 
