@@ -38,7 +38,7 @@ class Batch(Struct, frozen=True):
 
 
 class Tick(Struct, frozen=True):
-    """Published now and then by an engine that runs, for work that would cost too much after each message."""
+    """Tells observers now and then to do work that would cost too much after each message. It is no message itself."""
 
 
 class Bus:
@@ -98,6 +98,14 @@ class Bus:
         finally:
             self._batch = None
             self.published += len(batch)
+
+    def tick(self) -> None:
+        """Pass a `Tick` to its observers. Call this method between two batches."""
+        for observe in self._routes[Tick]:
+            try:
+                observe(Tick())
+            except Exception as error:
+                self._remove(observe, error)
 
     def close(self) -> None:
         """Close every feed. Observers end after they have read the queued messages."""

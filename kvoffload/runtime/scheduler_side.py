@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvoffload.bus.bus import Bus, Tick
+from kvoffload.bus.bus import Bus
 from kvoffload.bus.current_hook import CurrentHook, HasToken
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import LoadResults, Policy
@@ -242,9 +242,9 @@ class SchedulerSide:
             for other in tiers.take_facts(began):
                 batch.append(other)
                 faults.apply(self.core.handle, other, batch)
-        if not fact.step % _TICK_STEPS:
-            batch.append(Tick())
         self.bus.dispatch(batch)
+        if not fact.step % _TICK_STEPS:
+            self.bus.tick()
         jobs = self._jobs
         # The core plans only after it has handled all facts, and only if none of them made it raise.
         plan = self._plan(began) if (jobs.planned or jobs.cancelled) and faults.error is None else NOTHING

@@ -129,7 +129,6 @@ class Journal:
             (number, epoch + batch.at, summary_of(message) if type(message) is DiskRestored else message)
             for batch in batches
             for number, message in enumerate(batch.messages, batch.before + 1)
-            if type(message) is not Tick
         ]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.bus.bus import Batch, Bus
+from kvoffload.bus.bus import Batch, Bus, Tick
 from kvoffload.bus.current_hook import CurrentHook
 
 
@@ -100,6 +100,20 @@ def test_a_raising_observer_is_removed_and_the_others_still_run(is_reported: boo
     names = ("_raise", "_raise_of_batches")
     assert received == [Base(1), Base(2), Base(3)]
     assert removed == ([(name, "handler of 1") for name in names] if is_reported else [])
+
+
+def test_a_tick_reaches_its_observers_and_is_no_message() -> None:
+    bus, calls, removed = Bus(), list[str](), list[str]()
+    bus.on_removed = lambda name, _: removed.append(name)
+    bus.count(Tick, lambda _: calls.append("tick"))
+    bus.count(Tick, lambda _: _raise(Base()))
+    bus.count(Batch, lambda batch: calls.append(f"{len(batch.messages)} after {batch.before}"))
+    bus.publish(Base(1))
+    bus.tick()
+    bus.tick()
+    bus.publish(Base(2))
+    assert calls == ["1 after 0", "tick", "tick", "1 after 1"]
+    assert len(removed) == 1
 
 
 def test_with_a_raising_method_its_objects_other_methods_are_removed() -> None:
