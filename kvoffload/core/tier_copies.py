@@ -263,7 +263,7 @@ class Fetches(_Copies[Fetch]):
         self._state.misses.arrived(keys)
         for record in job.wanted:
             record.fetched_blocks += len(keys)
-            record.fetched_from = job.tier
+            record.fetched_from |= dict.fromkeys(keys, job.tier)
         if job.wanted:  # A warm start's fetch does not count as a use of the blocks.
             self._tier.read(tier_slots[::-1])
 
