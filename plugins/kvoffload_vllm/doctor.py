@@ -7,20 +7,30 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import Any
 
-from kvoffload.checks.check import GIVE, Check, Finding, Given, Setup, Sizes, fail, ok, unknown, warn
+from kvoffload.checks.check import GIVE, Check, Finding, Given, Setup, Sizes, Verdict, fail, ok, unknown, warn
+from kvoffload.checks.launch import Launch, find_launch
 from kvoffload.checks.options import positive, read_object, size
-from kvoffload_vllm.command_line import CHANGE_SIZES, CHOOSE_BLOCKS, number, read_command_line
-from kvoffload_vllm.model_sizes import Options, SizesNotKnown, kv_sizes, read_config
+from kvoffload.model.errors import ConfigError
+from kvoffload_vllm.command_line import CHANGE_SIZES, CHOOSE_BLOCKS, COMMANDS, EXAMPLE, number, read_line
+from kvoffload_vllm.line_checks import ask_vllm, options_check
+from kvoffload_vllm.model_sizes import (
+    ModelSizes,
+    Options,
+    SizesNotKnown,
+    is_encoder_decoder,
+    kv_sizes,
+    read_config,
+)
 from kvoffload_vllm.register import NAME
-from kvoffload_vllm.support import NEWEST_RUN, VERSIONS, option_problems, role_problems
+from kvoffload_vllm.support import NEWEST_RUN, VERSIONS, role_problems
+from kvoffload_vllm.tier_entry import find_tier, parse_tier, tier_entry_problems, tier_settings
 
 HELP = "vLLM"
 
@@ -60,35 +70,69 @@ def read_arguments(args: argparse.Namespace) -> Given:
     """Return the settings, sizes and checks that the doctor's options and vLLM's command line determine.
 
     Raises:
-        ConfigError: an option, the connector's configuration or the model's `config.json` is unreadable or invalid.
+        ConfigError: the doctor's own `--kv-transfer-config` is not a JSON object.
     """
-    checks: tuple[Check, ...] = ()
-    if args.command_line:
-        line = read_command_line(args.command_line, _add_options)
-        own = vars(args)
-        args = argparse.Namespace(**own | {k: v for k, v in vars(line).items() if own.get(k) is None})
-        checks = (_options(line), block_hashes(line.prefix_caching_hash_algo or _HASHES[0]))
-    is_whole = bool(args.command_line) and getattr(args, "--config") is None
     transfer = None if args.kv_transfer_config is None else read_object(args.kv_transfer_config, _OPTION)
-    connector, sizes, about = _transfer(transfer, is_whole=is_whole), *_sizes(args)
+    if not args.command_line:
+        missing = unknown("the connector that vLLM will use", GIVE)
+        return _given(args, transfer, missing, Launch(()), {}, ())
+    try:
+        launch = find_launch(args.command_line, COMMANDS, EXAMPLE)
+    except ConfigError as error:
+        options = fail(str(error), f"give a command line such as: {EXAMPLE}")
+        missing = unknown(f"{_OPTION}: the command line cannot be read", options.remedy)
+        return _given(args, transfer, missing, Launch(()), {}, (Check("vllm options", lambda *_: options),))
+    line, told = read_line(launch), ask_vllm(launch)
+    given = line.values | told.get("values", {})
+    args = argparse.Namespace(**vars(args) | {k: v for k, v in given.items() if vars(args).get(k) is None})
+    transfer = transfer or told.get("transfer") or line.transfer
+    missing = fail(f"the command line has no {_OPTION}", "add what `kvoffload vllm-args` prints")
+    if "values" not in told and (line.unread or line.problems):
+        missing = unknown(f"{_OPTION}: {'; '.join([*line.unread, *line.problems])}", told.get("remedy", ""))
+    algorithm = told.get("hash_algorithm") or line.values.get("prefix_caching_hash_algo") or _HASHES[0]
+    ours = None if transfer is None else _connector(transfer)
+    options = options_check(line, launch, told, is_ours=ours is not None, is_encoder_decoder=is_encoder_decoder(args.model, args.revision))
+    return _given(args, transfer, missing, launch, told, (options, block_hashes(algorithm)), names=line.names)
+
+
+def _given(
+    args: argparse.Namespace,
+    transfer: dict[str, Any] | None,
+    missing: Finding,
+    launch: Launch,
+    told: Mapping[str, Any],
+    checks: tuple[Check, ...],
+    names: Collection[str] = (),
+) -> Given:
+    """Return what is given.
+
+    Args:
+        args: the doctor's options, and those of vLLM's command line.
+        transfer: `--kv-transfer-config`.
+        missing: the finding about the connector if `transfer` is None.
+        launch: vLLM's start.
+        told: what vLLM says of its command line.
+        checks: checks of the command line.
+        names: the names of all options in the command line.
+    """
+    version = Check("vllm version", lambda _: _version(launch.image))
+    sizes, about = _sizes(args, told.get("sizes", {}), names)
+    tier = None if transfer is None else find_tier(_entries(transfer))
+    if tier is not None:
+        connector = Check("vllm connector", lambda _: _tier(*tier))
+        return Given(tier_settings(tier[1]), sizes, (version, connector, *checks), parse_tier)
+    connector = missing if transfer is None else _transfer(transfer)
     policy = None if transfer is None else transfer.get("kv_load_failure_policy") or "fail"
     checks = (
-        Check("vllm version", _version),
-        Check("vllm plugin", _registration),
+        version,
+        Check("vllm plugin", lambda _: _registration(launch)),
         Check("vllm connector", lambda *_: connector),
         load_failures(policy),
         Check("model sizes", lambda *_: about),
         *checks,
     )
-    return Given(None if transfer is None else _settings(transfer), sizes, checks)
-
-
-def _options(line: argparse.Namespace) -> Check:
-    """Return a check that fails if the connector does not support an option in vLLM's command line."""
-    line.world_size = (line.tensor_parallel_size or 1) * (line.pipeline_parallel_size or 1)
-    problems = "; ".join(option_problems(line.enable_prefix_caching is not False, line, line))
-    finding = fail(problems, "correct these options") if problems else ok("the connector works with them")
-    return Check("vllm options", lambda *_: finding)
+    unread = connector if transfer is None and launch.arguments and connector.verdict is Verdict.UNKNOWN else None
+    return Given(None if transfer is None else _settings(transfer), sizes, checks, unread=unread)
 
 
 def recurrent_states(block_tokens: int, interval: int | None) -> Check:
@@ -153,7 +197,9 @@ def load_failures(policy: object) -> Check:
     return Check("load failures", find)
 
 
-def _version(_: Setup) -> Finding:
+def _version(image: str) -> Finding:
+    if image:
+        return unknown(f"vLLM runs in the image {image}", f"run the doctor in that image; the connector works with {VERSIONS}")
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -163,26 +209,24 @@ def _version(_: Setup) -> Finding:
     return ok(f"vLLM {version}; the connector works with {VERSIONS}")
 
 
-def _registration(_: Setup) -> Finding:
-    if not metadata.entry_points(group=_GROUP, name=_ENTRY):
-        return fail(
-            f"the entry point {_ENTRY!r} of {_GROUP} is not registered in this environment",
-            "install kvoffload in the environment of vLLM",
-        )
-    allowed = os.environ.get("VLLM_PLUGINS")
+def _registration(launch: Launch) -> Finding:
+    allowed = launch.whole_environ.get("VLLM_PLUGINS")
     if allowed is not None and _ENTRY not in allowed.split(","):
         return fail(
             f"VLLM_PLUGINS is {allowed!r}, so vLLM does not load {_ENTRY!r}",
             f"add {_ENTRY} to it, or unset it",
         )
+    if launch.image:
+        return unknown(f"whether kvoffload is in the image {launch.image}", "run the doctor in that image")
+    if not metadata.entry_points(group=_GROUP, name=_ENTRY):
+        return fail(
+            f"the entry point {_ENTRY!r} of {_GROUP} is not registered in this environment",
+            "install kvoffload in the environment of vLLM",
+        )
     return ok(f"vLLM will find the connector by the entry point {_ENTRY!r} of {_GROUP}")
 
 
-def _transfer(transfer: dict[str, Any] | None, *, is_whole: bool) -> Finding:
-    if transfer is None and is_whole:
-        return fail(f"the command line has no {_OPTION}", "add what `kvoffload vllm-args` prints")
-    if transfer is None:
-        return unknown("the connector that vLLM will use", GIVE)
+def _transfer(transfer: dict[str, Any]) -> Finding:
     ours = _connector(transfer)
     if ours is None:
         return fail(
@@ -191,18 +235,26 @@ def _transfer(transfer: dict[str, Any] | None, *, is_whole: bool) -> Finding:
         )
     if problems := list(role_problems(ours.get("kv_role"))):
         return fail(problems[0], 'set "kv_role":"kv_both"')
-    return ok(f"vLLM will use {NAME}")
+    return ok(f"{_OPTION} names {NAME}")
+
+
+def _tier(connector: Mapping[str, Any], tier: Mapping[str, Any]) -> Finding:
+    if problems := list(tier_entry_problems(connector, tier)):
+        return fail("; ".join(problems), "see plugins/kvoffload_vllm/README.md, below vLLM's own connector")
+    return ok("vLLM's OffloadingConnector with kvoffload's tier below it; host memory is vLLM's, and is not checked")
 
 
 def _connector(transfer: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the part of `kv_transfer_config` that configures kvoffload's connector; None without such a part.
+    """Return the part of `kv_transfer_config` that configures kvoffload's connector; None without such a part."""
+    return next((one for one in _entries(transfer) if one.get("kv_connector") == NAME), None)
 
-    The part is the whole object, or an entry of a MultiConnector.
-    """
+
+def _entries(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of `kv_transfer_config` that configure a connector: the whole, and a MultiConnector's entries."""
     extra = transfer.get("kv_connector_extra_config")
     several = extra.get("connectors") if isinstance(extra, dict) else None
     entries = (transfer, *(several if isinstance(several, list) else ()))
-    return next((one for one in entries if isinstance(one, dict) and one.get("kv_connector") == NAME), None)
+    yield from (one for one in entries if isinstance(one, dict))
 
 
 def _settings(transfer: dict[str, Any]) -> Mapping[str, object]:
@@ -210,29 +262,31 @@ def _settings(transfer: dict[str, Any]) -> Mapping[str, object]:
     return settings if isinstance(settings, dict) else {"kv_connector_extra_config": settings}
 
 
-def _sizes(args: argparse.Namespace) -> tuple[Sizes, Finding]:
+def _sizes(args: argparse.Namespace, told: Mapping[str, Any], names: Collection[str]) -> tuple[Sizes, Finding]:
     """Return the engine's sizes, and a finding that says how the doctor determined the sizes.
 
-    Sizes given as options take precedence over sizes computed from the model's `config.json`.
+    Sizes given as options take precedence over those that vLLM's configuration determines, and these over sizes
+    computed from the model's `config.json`.
     """
     stages = args.pipeline_parallel_size or 1
     ranks = (args.tensor_parallel_size or 1) * stages
     engines = args.data_parallel_size_local or args.data_parallel_size or 1
-    sizes = Sizes(ranks, args.block_bytes, (), args.device_blocks, engines)
+    sizes = Sizes(ranks, args.block_bytes, (), args.device_blocks, engines, args.kv_cache_memory_bytes or None)
     if sizes.block_bytes and sizes.device_blocks:
         return sizes, ok("given as vLLM's start logs them")
     if args.model is None:
         return sizes, unknown("no MODEL", "put MODEL directly after serve" if args.command_line else GIVE)
     try:
-        options = Options(ranks // stages, stages, args.block_size, args.kv_cache_dtype, args.dtype)
-        _check_computable(args)
-        found = kv_sizes(read_config(args.model, args.revision or "main"), options)
+        found = _model_sizes(args, ranks // stages, stages, told, names)
     except SizesNotKnown as error:
-        return sizes, unknown("the model's sizes", f"{error}; or give {_BY_HAND}, which vLLM's start logs")
+        reason = told.get("unknown", error)
+        return sizes, unknown("the model's sizes", f"{reason}; or give {_BY_HAND}, which vLLM's start logs")
+    except ConfigError as error:
+        return sizes, fail(str(error), "correct the number of ranks")
     if sizes.block_bytes is None:
         sizes = replace(sizes, block_bytes=found.block_bytes, page_bytes=(found.page_bytes,) * found.pages)
-    if sizes.device_blocks is None and args.kv_cache_memory_bytes:
-        sizes = replace(sizes, device_blocks=args.kv_cache_memory_bytes // sizes.block_bytes)
+    if sizes.device_blocks is None and sizes.device_bytes:
+        sizes = replace(sizes, device_blocks=sizes.device_bytes // (sizes.block_bytes or 1))
     if sizes.device_blocks is None:
         return sizes, ok(found.about)
     longest = math.ceil((args.max_model_len or 1) / found.tokens)
@@ -244,8 +298,13 @@ def _sizes(args: argparse.Namespace) -> tuple[Sizes, Finding]:
     return sizes, ok(f"{found.about}; {sizes.device_blocks:,} blocks fit the KV cache")
 
 
-def _check_computable(args: argparse.Namespace) -> None:
-    """Raise an error if an option of vLLM changes the sizes in a way that kvoffload does not compute."""
-    names = CHANGE_SIZES if args.block_size else CHANGE_SIZES + CHOOSE_BLOCKS
-    if given := [name for name in names if getattr(args, name, None) is not None]:
+def _model_sizes(
+    args: argparse.Namespace, ranks: int, stages: int, told: Mapping[str, Any], names: Collection[str]
+) -> ModelSizes:
+    if "page_bytes" in told:
+        return ModelSizes(**told)
+    changing = CHANGE_SIZES if args.block_size else CHANGE_SIZES + CHOOSE_BLOCKS
+    if given := [name for name in changing if name in names]:
         raise SizesNotKnown(f"sizes with {', '.join(given)} are not computed")
+    options = Options(ranks, stages, args.block_size, args.kv_cache_dtype, args.dtype)
+    return kv_sizes(read_config(args.model, args.revision or "main"), options)
