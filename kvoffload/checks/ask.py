@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 LIMIT_S = 120.0
@@ -61,10 +62,8 @@ def ask(
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """Kill the child and all processes that it started."""
-    try:
+    with suppress(ProcessLookupError):  # all have ended
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:  # all have ended
-        pass
 
 
 def answer(find: Callable[[dict[str, Any]], Mapping[str, object]]) -> None:
@@ -87,6 +86,15 @@ def words_of(error: BaseException) -> str:
             parts.append(f"{place}: {text}" if place else text)
         return shortened("; ".join(parts))
     return shortened(str(error) or type(error).__name__)
+
+
+def is_about_the_hub(error: BaseException | None) -> bool:
+    """Return whether an error, or an error that caused it, comes from the Hugging Face hub, which is not asked."""
+    while error is not None:
+        if type(error).__module__.startswith("huggingface_hub") or "huggingface.co" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def shortened(text: str) -> str:

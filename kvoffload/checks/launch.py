@@ -75,9 +75,14 @@ def find_launch(words: Sequence[str], commands: re.Pattern[str], example: str) -
     if found is None and _are_arguments(words):
         found = Launch(tuple(words))
     if found is None:
-        raise ConfigError([f"{shlex.join(words)[:80]!r} does not start the engine; give a line such as: {example}"])
+        raise ConfigError(
+            [f"{shlex.join(words)[:80]!r} does not start the engine; give a line such as: {example}"]
+        )
     known = found.whole_environ
-    expanded = tuple(_VARIABLE.sub(lambda one: known.get(one[one.lastindex or 0], one[0]), word) for word in found.arguments)
+    expanded = tuple(
+        _VARIABLE.sub(lambda one: known.get(one[one.lastindex or 0], one[0]), word)
+        for word in found.arguments
+    )
     return Launch(expanded, found.environ, found.command, found.image)
 
 

@@ -89,7 +89,9 @@ def _host_pool(setup: Setup) -> Finding:
     slots = config.host_bytes // sizes.ranks // sizes.block_bytes
     ratio = f"{slots:,} blocks on the host, {sizes.device_blocks:,} on the device"
     if slots == 0:
-        return fail(f"{ratio}: one block takes {size_text(sizes.block_bytes)} on each rank", "raise host_bytes")
+        return fail(
+            f"{ratio}: one block takes {size_text(sizes.block_bytes)} on each rank", "raise host_bytes"
+        )
     return _compared(setup, ratio, slots, sizes.device_blocks, sizes.block_bytes * sizes.device_blocks)
 
 

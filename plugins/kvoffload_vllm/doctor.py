@@ -9,6 +9,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -16,6 +17,7 @@ from typing import Any
 
 from kvoffload.checks.check import GIVE, Check, Finding, Given, Setup, Sizes, Verdict, fail, ok, unknown, warn
 from kvoffload.checks.launch import Launch, find_launch
+from kvoffload.checks.model_file import ModelUnread, read_model_file
 from kvoffload.checks.options import positive, read_object, size
 from kvoffload.model.errors import ConfigError
 from kvoffload_vllm.command_line import CHANGE_SIZES, CHOOSE_BLOCKS, COMMANDS, EXAMPLE, number, read_line
@@ -24,7 +26,6 @@ from kvoffload_vllm.model_sizes import (
     ModelSizes,
     Options,
     SizesNotKnown,
-    is_encoder_decoder,
     kv_sizes,
     read_config,
 )
@@ -91,7 +92,13 @@ def read_arguments(args: argparse.Namespace) -> Given:
         missing = unknown(f"{_OPTION}: {'; '.join([*line.unread, *line.problems])}", told.get("remedy", ""))
     algorithm = told.get("hash_algorithm") or line.values.get("prefix_caching_hash_algo") or _HASHES[0]
     ours = None if transfer is None else _connector(transfer)
-    options = options_check(line, launch, told, is_ours=ours is not None, is_encoder_decoder=is_encoder_decoder(args.model, args.revision))
+    options = options_check(
+        line,
+        launch,
+        told,
+        is_ours=ours is not None,
+        is_encoder_decoder=_is_encoder_decoder(args),
+    )
     return _given(args, transfer, missing, launch, told, (options, block_hashes(algorithm)), names=line.names)
 
 
@@ -131,7 +138,9 @@ def _given(
         Check("model sizes", lambda *_: about),
         *checks,
     )
-    unread = connector if transfer is None and launch.arguments and connector.verdict is Verdict.UNKNOWN else None
+    unread = (
+        connector if transfer is None and launch.arguments and connector.verdict is Verdict.UNKNOWN else None
+    )
     return Given(None if transfer is None else _settings(transfer), sizes, checks, unread=unread)
 
 
@@ -199,7 +208,10 @@ def load_failures(policy: object) -> Check:
 
 def _version(image: str) -> Finding:
     if image:
-        return unknown(f"vLLM runs in the image {image}", f"run the doctor in that image; the connector works with {VERSIONS}")
+        return unknown(
+            f"vLLM runs in the image {image}",
+            f"run the doctor in that image; the connector works with {VERSIONS}",
+        )
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -241,7 +253,9 @@ def _transfer(transfer: dict[str, Any]) -> Finding:
 def _tier(connector: Mapping[str, Any], tier: Mapping[str, Any]) -> Finding:
     if problems := list(tier_entry_problems(connector, tier)):
         return fail("; ".join(problems), "see plugins/kvoffload_vllm/README.md, below vLLM's own connector")
-    return ok("vLLM's OffloadingConnector with kvoffload's tier below it; host memory is vLLM's, and is not checked")
+    return ok(
+        "vLLM's OffloadingConnector with kvoffload's tier below it; host memory is vLLM's, and is not checked"
+    )
 
 
 def _connector(transfer: dict[str, Any]) -> dict[str, Any] | None:
@@ -262,7 +276,9 @@ def _settings(transfer: dict[str, Any]) -> Mapping[str, object]:
     return settings if isinstance(settings, dict) else {"kv_connector_extra_config": settings}
 
 
-def _sizes(args: argparse.Namespace, told: Mapping[str, Any], names: Collection[str]) -> tuple[Sizes, Finding]:
+def _sizes(
+    args: argparse.Namespace, told: Mapping[str, Any], names: Collection[str]
+) -> tuple[Sizes, Finding]:
     """Return the engine's sizes, and a finding that says how the doctor determined the sizes.
 
     Sizes given as options take precedence over those that vLLM's configuration determines, and these over sizes
@@ -271,7 +287,9 @@ def _sizes(args: argparse.Namespace, told: Mapping[str, Any], names: Collection[
     stages = args.pipeline_parallel_size or 1
     ranks = (args.tensor_parallel_size or 1) * stages
     engines = args.data_parallel_size_local or args.data_parallel_size or 1
-    sizes = Sizes(ranks, args.block_bytes, (), args.device_blocks, engines, args.kv_cache_memory_bytes or None)
+    sizes = Sizes(
+        ranks, args.block_bytes, (), args.device_blocks, engines, args.kv_cache_memory_bytes or None
+    )
     if sizes.block_bytes and sizes.device_blocks:
         return sizes, ok("given as vLLM's start logs them")
     if args.model is None:
@@ -287,15 +305,29 @@ def _sizes(args: argparse.Namespace, told: Mapping[str, Any], names: Collection[
         sizes = replace(sizes, block_bytes=found.block_bytes, page_bytes=(found.page_bytes,) * found.pages)
     if sizes.device_blocks is None and sizes.device_bytes:
         sizes = replace(sizes, device_blocks=sizes.device_bytes // (sizes.block_bytes or 1))
+    return sizes, _fit(sizes, found, args.max_model_len or 1)
+
+
+def _fit(sizes: Sizes, model: ModelSizes, longest_tokens: int) -> Finding:
+    """Return a finding that fails if the device's KV cache is too small for the longest request."""
     if sizes.device_blocks is None:
-        return sizes, ok(found.about)
-    longest = math.ceil((args.max_model_len or 1) / found.tokens)
+        return ok(model.about)
+    longest = math.ceil(longest_tokens / model.tokens)
     if longest > sizes.device_blocks:
-        return sizes, fail(
+        return fail(
             f"one request of --max-model-len needs {longest:,} blocks, and {sizes.device_blocks:,} fit the KV cache",
             "raise --kv-cache-memory-bytes, or lower --max-model-len: vLLM would refuse to start",
         )
-    return sizes, ok(f"{found.about}; {sizes.device_blocks:,} blocks fit the KV cache")
+    return ok(f"{model.about}; {sizes.device_blocks:,} blocks fit the KV cache")
+
+
+def _is_encoder_decoder(args: argparse.Namespace) -> bool:
+    """Return whether the model's `config.json` can be read and says that the model is an encoder-decoder."""
+    if args.model is None:
+        return False
+    with suppress(ModelUnread):
+        return read_model_file(args.model, args.revision or "main").get("is_encoder_decoder") is True
+    return False
 
 
 def _model_sizes(

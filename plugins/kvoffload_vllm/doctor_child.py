@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.checks.ask import answer, shortened, words_of
+from kvoffload.checks.ask import answer, is_about_the_hub, shortened, words_of
 from kvoffload_vllm.register import NAME, register
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def examine(arguments: Sequence[str], *, is_lenient: bool = False) -> dict[str, 
     except _Refused as error:
         return {**found, "refused": str(error)}
     except Exception as error:  # vLLM and the libraries below it may raise any exception
-        if _is_about_the_hub(error):
+        if is_about_the_hub(error):
             return {**found, "unknown": f"a file of the model is not on this machine: {words_of(error)}"}
         return {**found, "refused": words_of(error)}
     return {**found, **_findings(config), "warnings": warnings}
@@ -117,14 +117,6 @@ def _model_is_elsewhere(args: argparse.Namespace) -> str | None:
             if isinstance(try_to_load_from_cache(args.model, name, **cache), str):
                 return None
     return f"the configuration of {args.model} is not on this machine"
-
-
-def _is_about_the_hub(error: BaseException | None) -> bool:
-    while error is not None:
-        if type(error).__module__.startswith("huggingface_hub") or "huggingface.co" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _config(args: argparse.Namespace) -> VllmConfig:

@@ -39,14 +39,24 @@ def ask_vllm(launch: Launch) -> dict[str, Any]:
     try:
         metadata.version("vllm")
     except metadata.PackageNotFoundError:
-        return {"unknown": "vLLM is not installed in this environment", "remedy": "run the doctor where vLLM is"}
+        return {
+            "unknown": "vLLM is not installed in this environment",
+            "remedy": "run the doctor where vLLM is",
+        }
     if launch.placeholders:
-        return {"unknown": "the command line has variables", "remedy": "put their values into the command line"}
+        return {
+            "unknown": "the command line has variables",
+            "remedy": "put their values into the command line",
+        }
     request = {"arguments": launch.arguments, "is_lenient": launch.command == DYNAMO}
-    return {"remedy": "run the doctor where vLLM starts, with its model and device"} | ask(_CHILD, request, launch.whole_environ)
+    return {"remedy": "run the doctor where vLLM starts, with its model and device"} | ask(
+        _CHILD, request, launch.whole_environ
+    )
 
 
-def options_check(line: Line, launch: Launch, told: Mapping[str, Any], *, is_ours: bool, is_encoder_decoder: bool) -> Check:
+def options_check(
+    line: Line, launch: Launch, told: Mapping[str, Any], *, is_ours: bool, is_encoder_decoder: bool
+) -> Check:
     """Return a check of vLLM's options.
 
     Args:
@@ -116,9 +126,15 @@ def _of_text(line: Line, launch: Launch, *, is_ours: bool) -> Iterator[_Problem]
     for problem in line.problems:
         yield f"vLLM's command line: {problem}", _CORRECT
     if is_ours and values.get("kv_offloading_size") is not None:
-        yield f"with {_OFFLOADING}, vLLM uses its own connector instead of {NAME}, so kvoffload would never run", _REMOVE
+        yield (
+            f"with {_OFFLOADING}, vLLM uses its own connector instead of {NAME}, so kvoffload would never run",
+            _REMOVE,
+        )
     if _has_segments(line, launch):
-        yield "vLLM refuses every KV connector with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", _REMEDIES[_SEGMENTS]
+        yield (
+            "vLLM refuses every KV connector with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            _REMEDIES[_SEGMENTS],
+        )
     ranks = (values.get("tensor_parallel_size") or 1) * (values.get("pipeline_parallel_size") or 1)
     options = SimpleNamespace(**values, world_size=ranks)
     for problem in option_problems(values.get("enable_prefix_caching") is not False, options, options):

@@ -10,16 +10,14 @@ anywhere, the type and bounds of each value are checked.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from kvoffload.checks.model_file import ModelUnread, read_model_file
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError, KVOffloadError
 
@@ -37,12 +35,9 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_ke
 """Values that vLLM's model classes use if a `config.json` does not contain them."""
 
 _FULL = "full_attention"
-_LARGEST_CONFIG = 16 << 20  # in bytes; published files with many labels have 3 MB
-_LONGEST_NAME = 200
 _SHOWN = 40  # the maximum number of characters that an error message quotes from `config.json`
 _BLOCK_TOKENS = 16  # vLLM's default block size
 _LARGEST_HEAD = 192  # for larger heads, vLLM may choose larger blocks
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -118,71 +113,10 @@ def read_config(model: str, revision: str = "main") -> ModelConfig:
         SizesNotKnown: the file is not on this machine, cannot be read or is invalid, or the model's type is not
             supported.
     """
-    return model_of(_read_raw(model, revision))
-
-
-def is_encoder_decoder(model: str | None, revision: str | None) -> bool:
-    """Return whether a model's `config.json` can be read and says that the model is an encoder-decoder."""
     try:
-        return model is not None and _read_raw(model, revision or "main").get("is_encoder_decoder") is True
-    except SizesNotKnown:
-        return False
-
-
-def _read_raw(model: str, revision: str) -> dict[str, object]:
-    """Return the content of a model's `config.json`, with the quantization if that is in a file of its own.
-
-    Raises:
-        SizesNotKnown: the file is not on this machine, cannot be read or is not JSON.
-    """
-    if "://" in model:
-        raise SizesNotKnown(f"{model[:_SHOWN]} is not on this machine, and nothing is downloaded")
-    path = Path(model)
-    try:
-        if not path.exists():
-            path = _snapshot(model, revision)
-        path = path / "config.json" if path.is_dir() else path
-        raw = _read_json(path)
-    except OSError as error:
-        raise SizesNotKnown(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise SizesNotKnown(f"{path} cannot be used: {error}") from error
-    quantization = path.with_name("hf_quant_config.json")
-    if not raw.get("quantization_config") and quantization.exists():
-        try:
-            raw["quantization_config"] = _read_json(quantization)
-        except (OSError, ValueError, RecursionError, SizesNotKnown) as error:
-            raw["quantization_config"] = {"kv_cache_is_unread": str(error)}
-    return raw
-
-
-def _snapshot(model: str, revision: str) -> Path:
-    """Return the folder with a model's snapshot in the Hugging Face cache."""
-    if not _HUB_ID.fullmatch(model) or ".." in model:
-        raise SizesNotKnown(f"{model[:_LONGEST_NAME]} is not on this machine, and is not an id such as Qwen/Qwen3-8B")
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
-    repository = hub / f"models--{model.replace('/', '--')}"
-    reference = repository / "refs" / revision
-    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
-    snapshot = repository / "snapshots" / commit
-    if not (snapshot / "config.json").exists():
-        raise SizesNotKnown(f"{model} is neither a folder nor, with revision {revision}, in {hub}")
-    return snapshot
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    """Return the object in a JSON file. As in vLLM, numbers may be Infinity and NaN."""
-    if not path.is_file():  # reading from a pipe or a device may never end
-        raise SizesNotKnown(f"{path} is missing, or not a regular file")
-    with path.open("rb") as file:
-        text = file.read(_LARGEST_CONFIG + 1)
-    if len(text) > _LARGEST_CONFIG:
-        raise SizesNotKnown(f"{path} is larger than {size_text(_LARGEST_CONFIG)}")
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise SizesNotKnown(f"{path} does not hold a JSON object")
-    return found
+        return model_of(read_model_file(model, revision))
+    except ModelUnread as error:
+        raise SizesNotKnown(str(error)) from error
 
 
 def model_of(raw: Mapping[str, object]) -> ModelConfig:
@@ -251,7 +185,9 @@ def _layers(model: ModelConfig, options: Options) -> int:
     """Return the number of layers on a rank. Raise an error if a layer does not have full attention."""
     layers, kind, stages = model.num_hidden_layers, model.model_type, options.pipeline_parallel_size
     if model.layer_types is not None and len(model.layer_types) != layers:
-        raise SizesNotKnown(f"config.json has {layers} num_hidden_layers and {len(model.layer_types)} layer_types")
+        raise SizesNotKnown(
+            f"config.json has {layers} num_hidden_layers and {len(model.layer_types)} layer_types"
+        )
     if other := set(model.layer_types or ()) - {_FULL}:
         raise SizesNotKnown(f"sizes of {min(other)[:_SHOWN]!r} in a model of type {kind} are not computed")
     if model.use_sliding_window or (model.sliding_window and model.use_sliding_window is None):
@@ -282,4 +218,3 @@ def _chooses_dtype(quantization: object) -> bool:
     return isinstance(quantization, dict) and any(
         ("kv_cache" in name and value) or _chooses_dtype(value) for name, value in quantization.items()
     )
-

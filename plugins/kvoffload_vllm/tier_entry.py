@@ -58,5 +58,3 @@ def parse_tier(settings: Mapping[str, object]) -> OffloadConfig:
     if config.remote_url is not None:
         parse_address(config.remote_url)
     return config
-
-
