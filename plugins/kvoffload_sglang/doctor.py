@@ -54,9 +54,11 @@ def read_arguments(args: argparse.Namespace) -> Given:
         unread = unknown("SGLang's command line cannot be read", finding.remedy)
         return Given(None, Sizes(), (VERSION, Check("sglang options", lambda _: finding)), _parse, unread)
     told = _ask(launch)
+    if line.enable_dp_attention:  # as in SGLang, the replicas are then only those of attention
+        line.attn_dp_size, line.dp_size = line.dp_size or 1, 1
     line = argparse.Namespace(**vars(line) | told.get("values", {}))
     checks = (VERSION, Check("sglang options", lambda setup: _options(line, extra, told, setup)))
-    return Given(extra, Sizes(engines=line.dp_size or 1), checks, _parse)
+    return Given(extra, Sizes(engines=line.dp_size * line.attn_dp_size or 1), checks, _parse)
 
 
 def _extra(text: str | None, launch: Launch) -> dict[str, object] | None:
@@ -113,6 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--revision")
     add("--hicache-storage-backend")
     add(OPTION, dest="extra_config")
+    add("--attn-dp-size", type=_count, default=1)
     add("--dp-size", "--data-parallel-size", type=_count, default=1)
     add("--tp-size", "--tensor-parallel-size", type=_count, default=1)
     return parser
@@ -127,7 +130,7 @@ def _options(
 ) -> Finding:
     if (refused := told.get("refused")) is not None:
         return fail(f"SGLang {told['version']} refuses them: {refused}", "correct these options")
-    if not (line.tp_size and line.dp_size):
+    if not (line.tp_size and line.dp_size and line.attn_dp_size):
         return fail("--tp-size and --dp-size must be whole numbers of at least 1", "correct these options")
     if not line.enable_hierarchical_cache:
         return fail("the command line has no --enable-hierarchical-cache", _ARGS)
@@ -160,7 +163,7 @@ def _problems(line: argparse.Namespace, extra: Mapping[str, object], setup: Setu
 
 def _model_problems(line: argparse.Namespace, told: Mapping[str, Any], setup: Setup) -> Iterator[str]:
     """Yield the reasons why the storage backend would refuse the model, or a draft model."""
-    ranks = line.tp_size // (line.dp_size or 1) if line.enable_dp_attention else line.tp_size
+    ranks = line.tp_size // line.attn_dp_size
     if setup.config.disk_path is not None and ranks > 1 and told.get("is_mla", _has_latents(line)):
         yield (
             f"disk_path: one of {ranks} ranks writes this model's KV (MLA) and all read it, but a folder on the disk belongs "

@@ -23,7 +23,7 @@ _VALUES = (
         "enable_lora",
         "lora_paths",
     ),
-    *("load_format", "dp_size", "tp_size", "enable_dp_attention", "speculative_algorithm"),
+    *("load_format", "dp_size", "tp_size", "attn_dp_size", "speculative_algorithm"),
 )
 
 

@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any
 
-from kvoffload.checks.check import GIVE, Check, Finding, Given, Setup, Sizes, Verdict, fail, ok, unknown, warn
+from kvoffload.checks.check import GIVE, Check, Finding, Given, Setup, Sizes, fail, ok, unknown, warn
 from kvoffload.checks.launch import Launch, find_launch
 from kvoffload.checks.model_file import ModelUnread, read_model_file
 from kvoffload.checks.options import positive, read_object, size
@@ -28,10 +29,11 @@ from kvoffload_vllm.model_sizes import (
     SizesNotKnown,
     kv_sizes,
     read_config,
+    sizes_of,
 )
 from kvoffload_vllm.register import NAME
 from kvoffload_vllm.support import NEWEST_RUN, VERSIONS, role_problems
-from kvoffload_vllm.tier_entry import find_tier, parse_tier, tier_entry_problems, tier_settings
+from kvoffload_vllm.tier_entry import TIERS_SINCE, find_tier, parse_tier, tier_entry_problems, tier_settings
 
 HELP = "vLLM"
 
@@ -75,73 +77,76 @@ def read_arguments(args: argparse.Namespace) -> Given:
     """
     transfer = None if args.kv_transfer_config is None else read_object(args.kv_transfer_config, _OPTION)
     if not args.command_line:
-        missing = unknown("the connector that vLLM will use", GIVE)
-        return _given(args, transfer, missing, Launch(()), {}, ())
+        return _given(args, transfer, unknown("the connector that vLLM will use", GIVE))
     try:
         launch = find_launch(args.command_line, COMMANDS, EXAMPLE)
     except ConfigError as error:
-        options = fail(str(error), f"give a command line such as: {EXAMPLE}")
-        missing = unknown(f"{_OPTION}: the command line cannot be read", options.remedy)
-        return _given(args, transfer, missing, Launch(()), {}, (Check("vllm options", lambda *_: options),))
+        finding = fail(str(error), f"give a command line such as: {EXAMPLE}")
+        missing = unknown(f"{_OPTION}: the command line cannot be read", finding.remedy)
+        given = _given(args, transfer, missing)
+        unread = missing if transfer is None else None
+        return replace(given, checks=(*given.checks, Check("vllm options", lambda _: finding)), unread=unread)
+    return _given_by_line(args, transfer, launch)
+
+
+def _given_by_line(args: argparse.Namespace, transfer: dict[str, Any] | None, launch: Launch) -> Given:
+    """Return what vLLM's command line determines. The doctor's own options, and `transfer`, take precedence."""
     line, told = read_line(launch), ask_vllm(launch)
-    given = line.values | told.get("values", {})
-    args = argparse.Namespace(**vars(args) | {k: v for k, v in given.items() if vars(args).get(k) is None})
+    values = line.values | told.get("values", {})
+    args = argparse.Namespace(**vars(args) | {k: v for k, v in values.items() if vars(args).get(k) is None})
     transfer = transfer or told.get("transfer") or line.transfer
     missing = fail(f"the command line has no {_OPTION}", "add what `kvoffload vllm-args` prints")
-    if "values" not in told and (line.unread or line.problems):
-        missing = unknown(f"{_OPTION}: {'; '.join([*line.unread, *line.problems])}", told.get("remedy", ""))
-    algorithm = told.get("hash_algorithm") or line.values.get("prefix_caching_hash_algo") or _HASHES[0]
-    ours = None if transfer is None else _connector(transfer)
+    unread = None
+    if transfer is None and "values" not in told and (reasons := [*line.unread, *line.problems]):
+        unread = missing = unknown(f"{_OPTION}: {'; '.join(reasons)}", told.get("remedy", ""))
+    entries = [] if transfer is None else [*_entries(transfer)]
     options = options_check(
         line,
         launch,
         told,
-        is_ours=ours is not None,
+        is_ours=transfer is not None and _connector(transfer) is not None,
+        is_tier=find_tier(entries) is not None,
         is_encoder_decoder=_is_encoder_decoder(args),
     )
-    return _given(args, transfer, missing, launch, told, (options, block_hashes(algorithm)), names=line.names)
+    algorithm = told.get("hash_algorithm") or line.values.get("prefix_caching_hash_algo") or _HASHES[0]
+    given = _given(args, transfer, missing, launch, told.get("sizes", {}), line.names)
+    return replace(given, checks=(*given.checks, options, block_hashes(algorithm)), unread=unread)
 
 
 def _given(
     args: argparse.Namespace,
     transfer: dict[str, Any] | None,
     missing: Finding,
-    launch: Launch,
-    told: Mapping[str, Any],
-    checks: tuple[Check, ...],
+    launch: Launch = Launch(()),
+    told_sizes: Mapping[str, Any] = MappingProxyType({}),
     names: Collection[str] = (),
 ) -> Given:
-    """Return what is given.
+    """Return what the connector's configuration and the sizes determine.
 
     Args:
         args: the doctor's options, and those of vLLM's command line.
         transfer: `--kv-transfer-config`.
         missing: the finding about the connector if `transfer` is None.
         launch: vLLM's start.
-        told: what vLLM says of its command line.
-        checks: checks of the command line.
+        told_sizes: the sizes of KV blocks that vLLM's configuration determines.
         names: the names of all options in the command line.
     """
     version = Check("vllm version", lambda _: _version(launch.image))
-    sizes, about = _sizes(args, told.get("sizes", {}), names)
+    sizes, about = _sizes(args, told_sizes, names)
     tier = None if transfer is None else find_tier(_entries(transfer))
     if tier is not None:
-        connector = Check("vllm connector", lambda _: _tier(*tier))
-        return Given(tier_settings(tier[1]), sizes, (version, connector, *checks), parse_tier)
+        check = Check("vllm connector", lambda _: _tier(*tier, launch.image))
+        return Given(tier_settings(tier[1]), sizes, (version, check), parse_tier)
     connector = missing if transfer is None else _transfer(transfer)
     policy = None if transfer is None else transfer.get("kv_load_failure_policy") or "fail"
     checks = (
         version,
         Check("vllm plugin", lambda _: _registration(launch)),
-        Check("vllm connector", lambda *_: connector),
+        Check("vllm connector", lambda _: connector),
         load_failures(policy),
-        Check("model sizes", lambda *_: about),
-        *checks,
+        Check("model sizes", lambda _: about),
     )
-    unread = (
-        connector if transfer is None and launch.arguments and connector.verdict is Verdict.UNKNOWN else None
-    )
-    return Given(None if transfer is None else _settings(transfer), sizes, checks, unread=unread)
+    return Given(None if transfer is None else _settings(transfer), sizes, checks)
 
 
 def recurrent_states(block_tokens: int, interval: int | None) -> Check:
@@ -206,17 +211,26 @@ def load_failures(policy: object) -> Check:
     return Check("load failures", find)
 
 
+def _installed() -> str | None:
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
 def _version(image: str) -> Finding:
     if image:
         return unknown(
             f"vLLM runs in the image {image}",
             f"run the doctor in that image; the connector works with {VERSIONS}",
         )
-    try:
-        version = metadata.version("vllm")
-    except metadata.PackageNotFoundError:
+    if (version := _installed()) is None:
         return unknown("vLLM is not installed in this environment", "run the doctor where vLLM is")
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) > NEWEST_RUN:
+    if _release(version) > NEWEST_RUN:
         return warn(f"vLLM {version} is newer than any that was run", f"try it first: {VERSIONS}")
     return ok(f"vLLM {version}; the connector works with {VERSIONS}")
 
@@ -250,9 +264,13 @@ def _transfer(transfer: dict[str, Any]) -> Finding:
     return ok(f"{_OPTION} names {NAME}")
 
 
-def _tier(connector: Mapping[str, Any], tier: Mapping[str, Any]) -> Finding:
-    if problems := list(tier_entry_problems(connector, tier)):
-        return fail("; ".join(problems), "see plugins/kvoffload_vllm/README.md, below vLLM's own connector")
+def _tier(connector: Mapping[str, Any], tier: Mapping[str, Any], image: str) -> Finding:
+    problems = [*tier_entry_problems(connector, tier)]
+    version = None if image else _installed()
+    if version is not None and _release(version) < TIERS_SINCE:
+        problems.append(f"vLLM {version} has no tiers that kvoffload can use; 0.33 and newer have them")
+    if problems:
+        return fail("; ".join(problems), "see \"Below vLLM's own connector\" in the plugin's README")
     return ok(
         "vLLM's OffloadingConnector with kvoffload's tier below it; host memory is vLLM's, and is not checked"
     )
@@ -334,7 +352,7 @@ def _model_sizes(
     args: argparse.Namespace, ranks: int, stages: int, told: Mapping[str, Any], names: Collection[str]
 ) -> ModelSizes:
     if "page_bytes" in told:
-        return ModelSizes(**told)
+        return sizes_of(**told)
     changing = CHANGE_SIZES if args.block_size else CHANGE_SIZES + CHOOSE_BLOCKS
     if given := [name for name in changing if name in names]:
         raise SizesNotKnown(f"sizes with {', '.join(given)} are not computed")

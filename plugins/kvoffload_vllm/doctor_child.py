@@ -148,14 +148,17 @@ def _findings(config: VllmConfig) -> dict[str, Any]:
 
     transfer = config.kv_transfer_config
     draft = getattr(config.speculative_config, "draft_model_config", None)
+    has_draft = (
+        draft is not None and draft is not config.model_config
+    )  # n-grams have the model itself as draft
     return {
         "connector": None if transfer is None else transfer.kv_connector,
         "problems": [*_problems(config)],
         "tier_problems": kv_identity.find_problems(config, has_identity=False),
         "tier_problems_with_weights_id": kv_identity.find_problems(config, has_identity=True),
         "hash_algorithm": config.cache_config.prefix_caching_hash_algo,
-        "has_draft": draft is not None,
-        "sizes": _sizes(config, has_draft=draft is not None),
+        "has_draft": has_draft,
+        "sizes": _sizes(config, has_draft=has_draft),
     }
 
 
@@ -204,7 +207,7 @@ def _sizes(config: VllmConfig, *, has_draft: bool) -> dict[str, Any]:
         "page_bytes": parts * heads * width * item * cache.block_size,
         "pages": model.get_num_layers(config.parallel_config),
         "tokens": cache.block_size,
-        "about": f"{parts} x {heads} x {width} x {item} bytes x {cache.block_size} tokens, by vLLM's configuration",
+        "calculation": f"{parts} x {heads} x {width} x {item} bytes x {cache.block_size} tokens, by vLLM's configuration",
     }
 
 

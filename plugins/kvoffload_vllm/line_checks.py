@@ -55,7 +55,13 @@ def ask_vllm(launch: Launch) -> dict[str, Any]:
 
 
 def options_check(
-    line: Line, launch: Launch, told: Mapping[str, Any], *, is_ours: bool, is_encoder_decoder: bool
+    line: Line,
+    launch: Launch,
+    told: Mapping[str, Any],
+    *,
+    is_ours: bool,
+    is_tier: bool,
+    is_encoder_decoder: bool,
 ) -> Check:
     """Return a check of vLLM's options.
 
@@ -63,7 +69,8 @@ def options_check(
         line: the options, as read without vLLM.
         launch: the command line.
         told: what vLLM says of the command line.
-        is_ours: whether the connector that the command line names is kvoffload's.
+        is_ours: whether the command line names kvoffload's connector.
+        is_tier: whether it names kvoffload's tier below vLLM's own connector.
         is_encoder_decoder: whether the model's `config.json` says that it is an encoder-decoder.
     """
 
@@ -72,8 +79,10 @@ def options_check(
         if "connector" in told:
             problems += _of_configuration(told, setup, is_ours=is_ours)
         else:
-            problems += _of_text(line, launch, is_ours=is_ours)
-            problems += [(ENCODER_DECODER, "choose another model")] if is_encoder_decoder else []
+            problems += _of_text(line, launch, is_ours=is_ours, is_tier=is_tier)
+            problems += (
+                [(ENCODER_DECODER, "choose another model")] if is_encoder_decoder and not is_tier else []
+            )
         if problems:
             return fail("; ".join(dict(problems)), "; ".join(dict.fromkeys(remedy for _, remedy in problems)))
         return _without_problems(line, told)
@@ -121,7 +130,7 @@ def _of_configuration(told: Mapping[str, Any], setup: Setup, *, is_ours: bool) -
             yield problem, _CORRECT
 
 
-def _of_text(line: Line, launch: Launch, *, is_ours: bool) -> Iterator[_Problem]:
+def _of_text(line: Line, launch: Launch, *, is_ours: bool, is_tier: bool) -> Iterator[_Problem]:
     values = line.values
     for problem in line.problems:
         yield f"vLLM's command line: {problem}", _CORRECT
@@ -135,6 +144,8 @@ def _of_text(line: Line, launch: Launch, *, is_ours: bool) -> Iterator[_Problem]
             "vLLM refuses every KV connector with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             _REMEDIES[_SEGMENTS],
         )
+    if is_tier:
+        return
     ranks = (values.get("tensor_parallel_size") or 1) * (values.get("pipeline_parallel_size") or 1)
     options = SimpleNamespace(**values, world_size=ranks)
     for problem in option_problems(values.get("enable_prefix_caching") is not False, options, options):

@@ -145,9 +145,14 @@ def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
     tokens = options.block_size or _BLOCK_TOKENS
     token_bytes, calculation = _token(model, _item_bytes(model, options), options)
     pages, page_bytes = _layers(model, options), tokens * token_bytes
-    sizes = f"pages of {size_text(page_bytes)}, {pages} of them in a block: {size_text(page_bytes * pages)} a block and rank"
     usual = "" if options.block_size else ", unless vLLM's start logs another block size"
-    return ModelSizes(page_bytes, pages, tokens, f"{sizes} ({calculation} x {tokens} tokens{usual})")
+    return sizes_of(page_bytes, pages, tokens, f"{calculation} x {tokens} tokens{usual}")
+
+
+def sizes_of(page_bytes: int, pages: int, tokens: int, calculation: str) -> ModelSizes:
+    """Return the sizes of blocks of `pages` pages, with a description that contains the calculation of a page's bytes."""
+    block = f"pages of {size_text(page_bytes)}, {pages} of them in a block: {size_text(page_bytes * pages)} a block and rank"
+    return ModelSizes(page_bytes, pages, tokens, f"{block} ({calculation})")
 
 
 def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvoffload.model.config import OffloadConfig
 
 TYPE, MODULE = "KVOffloadTier", "kvoffload_vllm.secondary_tier"
+TIERS_SINCE = (0, 33)
+"""The first version of vLLM with tiers that kvoffload can use."""
 _CONNECTOR, _SPEC = "OffloadingConnector", "TieringOffloadingSpec"
 _OF_VLLM = {"type", "module_path", "enable_kv_events", "backpressure"}
 """The keys of an entry that vLLM or the tier's base class reads."""
 
 
-def find_tier(entries: Iterator[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+def find_tier(entries: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
     """Return the connector whose `secondary_tiers` contain kvoffload's tier, and the tier's entry.
 
     Args:
