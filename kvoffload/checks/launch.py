@@ -12,11 +12,12 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 from kvoffload.model.errors import ConfigError
 
-_RUNTIMES = {"docker", "nerdctl", "podman"}
+_RUNTIMES = {"docker", "nerdctl", "nvidia-docker", "podman"}
 _FLAGS = {
     *("--detach", "--disable-content-trust", "--init", "--interactive", "--no-healthcheck", "--oom-kill-disable"),
     *("--privileged", "--publish-all", "--quiet", "--read-only", "--replace", "--rm", "--rmi", "--sig-proxy", "--tty"),
@@ -26,10 +27,12 @@ _SHORT_FLAGS = re.compile(r"-[ditPq]+")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|\((\w+)\)|(\w+))")
 _PLACEHOLDER = re.compile(r"\$[A-Za-z_{(]")
-_OPERATOR = re.compile(r"[|&;<>()\n]+")
+_OPERATOR = re.compile(r"[|&;<>\n]+")
 _CONTINUED = re.compile(r"\\\n|\n(?=\s*-)")
 """A line's end that does not end a command. No command begins with "-", so such a line continues the one before it."""
-_HEAD = re.compile(r"^\s*(?:args|command):\s*[>|]?-?\s*")
+_HEAD = re.compile(r"^\s*(?:args|command):[ \t]*(?:[>|]-?)?\s*")
+_NUMBERED = re.compile(r"(?<=\s)\d(?=>)")
+"""The number of a redirection, as in `2>&1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,8 @@ def split_script(text: str) -> list[str]:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if lines and all(line.startswith("- ") for line in lines):
         return [_unquoted(line[2:].strip()) for line in lines]
-    lexer = shlex.shlex(_CONTINUED.sub(" ", text).strip(), posix=True, punctuation_chars="();<>|&\n")
+    text = _NUMBERED.sub("", _CONTINUED.sub(" ", text)).strip()
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";<>|&\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     try:
         return list(lexer)
@@ -119,7 +123,7 @@ def _find(words: Sequence[str], commands: re.Pattern[str], environ: dict[str, st
         for command in (word, pair):
             if commands.fullmatch(command):
                 return Launch(tuple(_until_operator(words[number + 1 :])), environ, command)
-        if word == "run" and number and Path(words[number - 1]).name in _RUNTIMES:
+        if word == "run" and any(Path(one).name in _RUNTIMES for one in words[:number]):
             return _find_in_container(words[number + 1 :], commands)
         if any(map(str.isspace, word)) and commands.search(" ".join(word.split())):
             return _find(split_script(word), commands, environ)
@@ -129,11 +133,7 @@ def _find(words: Sequence[str], commands: re.Pattern[str], environ: dict[str, st
 
 
 def _until_operator(words: Sequence[str]) -> Iterator[str]:
-    """Yield the words before the shell's next operator, without a redirection's number."""
-    end = next((number for number, word in enumerate(words) if _OPERATOR.fullmatch(word)), len(words))
-    if end < len(words) and words[end][0] in "<>" and words[end - 1].isdecimal():
-        end -= 1
-    yield from words[:end]
+    yield from takewhile(lambda word: not _OPERATOR.fullmatch(word), words)
 
 
 def _find_in_container(words: Sequence[str], commands: re.Pattern[str]) -> Launch | None:

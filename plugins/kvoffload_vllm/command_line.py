@@ -59,7 +59,8 @@ def number(text: str) -> int:
 
     Return 0 for "auto" and "-1", because vLLM then chooses the number itself.
     """
-    return 0 if text in ("auto", "-1") else _scaled(text) or size(text)
+    text = text.strip().replace("_", "")  # as in Python, 32_768 is a number
+    return 0 if text.lower() in ("auto", "-1") else _scaled(text) or size(text)
 
 
 _VALUES: Mapping[str, Callable[[str], object]] = {

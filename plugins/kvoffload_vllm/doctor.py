@@ -43,6 +43,7 @@ RECOMPUTE = "recompute"
 _GROUP, _ENTRY = "vllm.general_plugins", "kvoffload"
 _OPTION = "--kv-transfer-config"
 _HASHES = ("sha256", "sha256_cbor")  # constructing two prompts with the same SHA-256 hash is infeasible
+_NO_LINE = Launch(())
 _BY_HAND = "--block-bytes and --device-blocks"
 
 
@@ -117,7 +118,7 @@ def _given(
     args: argparse.Namespace,
     transfer: dict[str, Any] | None,
     missing: Finding,
-    launch: Launch = Launch(()),
+    launch: Launch = _NO_LINE,
     told_sizes: Mapping[str, Any] = MappingProxyType({}),
     names: Collection[str] = (),
 ) -> Given:
