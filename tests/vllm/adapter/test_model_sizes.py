@@ -156,17 +156,22 @@ def test_options_that_leave_the_sizes_unknown_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "said"),
+    ("change", "options", "error", "said"),
     [
-        ({"num_hidden_layers": None}, Options(), "num_hidden_layers"),
-        ({"torch_dtype": "float8_e4m3fn"}, Options(), "the dtype 'float8_e4m3fn' is not known"),
-        ({}, Options(tensor_parallel_size=3), "8 KV heads, which 3 ranks cannot share"),
+        ({"num_hidden_layers": None}, Options(), SizesNotKnown, "num_hidden_layers"),
+        (
+            {"torch_dtype": "float8_e4m3fn"},
+            Options(),
+            SizesNotKnown,
+            "the dtype 'float8_e4m3fn' is not known",
+        ),
+        ({}, Options(tensor_parallel_size=3), ConfigError, "8 KV heads, which 3 ranks cannot share"),
     ],
 )
 def test_sizes_that_do_not_follow_from_the_configuration_are_refused(
-    change: dict[str, Any], options: Options, said: str
+    change: dict[str, Any], options: Options, error: type[Exception], said: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(error, match=said):
         sizes({**QWEN3_8B, **change}, options)
 
 
@@ -185,9 +190,10 @@ def test_the_doctor_uses_the_models_sizes(tmp_path: Path, capsys: pytest.Capture
     assert "pages of 64.0 KiB" in found["copy speed"]["finding"]
 
 
-def test_a_quantization_in_a_separate_file_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [json.dumps(QUANTIZED), "not JSON", "[]", "\xff", '{"a":' * 100_000])
+def test_a_quantization_in_a_separate_file_is_read(tmp_path: Path, content: str) -> None:
     config = read_config(str(save(tmp_path, QWEN3_8B)))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(QUANTIZED))
+    (tmp_path / "hf_quant_config.json").write_text(content, encoding="latin-1")
     with pytest.raises(SizesNotKnown, match="give --kv-cache-dtype"):
         kv_sizes(read_config(str(tmp_path)), Options())
     given = Options(kv_cache_dtype="fp8")
@@ -298,7 +304,7 @@ CONTENTS: dict[str, bytes] = {
     "not UTF-8": b'{"model_type": "\xff"}',
     "zeros": bytes(4096),
     "nested": b'{"a":' * 100_000,
-    "huge": b" " * (2 << 20) + WHOLE,
+    "huge": b" " * (16 << 20) + WHOLE,
 }
 
 
@@ -327,16 +333,24 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read any file")
-def test_a_model_file_of_another_user_is_a_one_line_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_file_of_another_user_leaves_the_sizes_unknown(tmp_path: Path) -> None:
     (save(tmp_path, QWEN3_8B) / "config.json").chmod(0)
-    assert main(["doctor", "--model", str(tmp_path)]) == 2
-    assert "config.json cannot be read: Permission denied" in capsys.readouterr().err
+    with pytest.raises(SizesNotKnown, match=r"config\.json cannot be read: Permission denied"):
+        read_config(str(tmp_path))
+
+
+def sizes_by_the_doctor(capsys: pytest.CaptureFixture[str], model: str) -> tuple[dict[str, Any], str]:
+    """Return the doctor's finding about a model's sizes, and its whole output as text."""
+    argv = ["doctor", "--block-size", "16", "--config", "host_bytes=1MiB", "--model", model]
+    assert main([*argv, "--json"]) == 0
+    found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["host memory"]["verdict"] != "unknown"
+    assert main(argv) == 0
+    return found["model sizes"], capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [*FIELDS, *CONTENTS, *SPECIAL])
-def test_a_hostile_model_file_is_a_one_line_error(
+def test_a_hostile_model_file_costs_the_sizes_and_no_other_check(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
@@ -348,12 +362,34 @@ def test_a_hostile_model_file_is_a_one_line_error(
         (folder / "config.json").write_bytes(CONTENTS[name])
     else:
         SPECIAL[name](folder / "config.json")
-    assert main(["doctor", "--block-size", "16", "--model", str(folder)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("kvoffload: error: --model")
-    assert err.rstrip("\n").isprintable()
-    assert len(err) < 600
+    sizes, out = sizes_by_the_doctor(capsys, str(folder))
+    assert sizes["verdict"] == "unknown"
+    assert len(sizes["remedy"]) < 600
+    assert out.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("s3://bucket/coder", "gs://bucket/model", "hf://org/model", "/models/weights", "/mnt/models", "."),
+        *("unsloth/Some-GGUF:Q4_K_M", "org/model", "model.gguf", "", "../..", "a" * 5000, "a\0b", "$MODEL"),
+    ],
+)
+def test_a_model_that_is_not_here_costs_the_sizes_and_no_other_check(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sizes_by_the_doctor(capsys, model)[0]["verdict"] == "unknown"
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN"])
+def test_sizes_are_computed_beside_numbers_that_json_lacks_and_in_large_files(
+    number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = json.dumps({str(one): f"label {one}" for one in range(130_000)})
+    text = json.dumps(LLAMA_8B)[:-1] + f', "limit": [0.0, {number}], "id2label": {labels}}}'
+    assert len(text) > 3_000_000
+    (tmp_path / "config.json").write_text(text)
+    assert "32 of them in a block" in sizes_by_the_doctor(capsys, str(tmp_path))[0]["finding"]
 
 
 @pytest.mark.parametrize(
@@ -396,8 +432,7 @@ def stock_sizes(folder: Path, block_size: int, cache_dtype: str, dtype: str) -> 
             with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
                 initialize_model(config)
             layers = config.compilation_config.static_forward_context
-            found = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
-            specs = {name: spec for name, spec in found.items() if spec is not None}
+    XX = {name: spec for name, spec in found.items() if spec is not None}
         finally:
             distributed.cleanup_dist_env_and_memory()
     config.cache_config.kv_cache_layout = "LBNHC"  # an engine would receive this layout from its workers
