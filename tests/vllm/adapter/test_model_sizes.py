@@ -432,7 +432,9 @@ def stock_sizes(folder: Path, block_size: int, cache_dtype: str, dtype: str) -> 
             with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
                 initialize_model(config)
             layers = config.compilation_config.static_forward_context
-    XX = {name: spec for name, spec in found.items() if spec is not None}
+            caches = {name: layer for name, layer in layers.items() if hasattr(layer, "get_kv_cache_spec")}
+            found = {name: layer.get_kv_cache_spec(config) for name, layer in caches.items()}
+            specs = {name: spec for name, spec in found.items() if spec is not None}
         finally:
             distributed.cleanup_dist_env_and_memory()
     config.cache_config.kv_cache_layout = "LBNHC"  # an engine would receive this layout from its workers
