@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -32,8 +31,8 @@ from kvoffload_vllm.model_sizes import (
     sizes_of,
 )
 from kvoffload_vllm.register import NAME
-from kvoffload_vllm.support import NEWEST_RUN, VERSIONS, role_problems
-from kvoffload_vllm.tier_entry import TIERS_SINCE, find_tier, parse_tier, tier_entry_problems, tier_settings
+from kvoffload_vllm.support import NEWEST_RUN, VERSIONS, release_of, role_problems
+from kvoffload_vllm.tier_entry import find_tier, has_tiers, parse_tier, tier_entry_problems, tier_settings
 
 HELP = "vLLM"
 
@@ -219,10 +218,6 @@ def _installed() -> str | None:
         return None
 
 
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)[:2]))
-
-
 def _version(image: str) -> Finding:
     if image:
         return unknown(
@@ -231,7 +226,7 @@ def _version(image: str) -> Finding:
         )
     if (version := _installed()) is None:
         return unknown("vLLM is not installed in this environment", "run the doctor where vLLM is")
-    if _release(version) > NEWEST_RUN:
+    if release_of(version) > NEWEST_RUN:
         return warn(f"vLLM {version} is newer than any that was run", f"try it first: {VERSIONS}")
     return ok(f"vLLM {version}; the connector works with {VERSIONS}")
 
@@ -268,7 +263,7 @@ def _transfer(transfer: dict[str, Any]) -> Finding:
 def _tier(connector: Mapping[str, Any], tier: Mapping[str, Any], image: str) -> Finding:
     problems = [*tier_entry_problems(connector, tier)]
     version = None if image else _installed()
-    if version is not None and _release(version) < TIERS_SINCE:
+    if version is not None and not has_tiers(version):
         problems.append(f"vLLM {version} has no tiers that kvoffload can use; 0.33 and newer have them")
     if problems:
         return fail("; ".join(problems), "see \"Below vLLM's own connector\" in the plugin's README")

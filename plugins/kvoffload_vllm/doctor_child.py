@@ -29,6 +29,8 @@ _VALUES = (
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local"),
 )
 _ABOUT_US = re.compile(r"kv[ _-]?(connector|transfer|cache manager)|offload|prefix[ -]?cach", re.IGNORECASE)
+_NO_FOLDER = "Invalid repository ID or local directory"
+"""How vLLM says that a model, such as a draft model, is not on this machine."""
 _PLAIN_DTYPES = {"auto": 2, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
@@ -63,7 +65,7 @@ def examine(arguments: Sequence[str], *, is_lenient: bool = False) -> dict[str, 
     except _Refused as error:
         return {**found, "refused": str(error)}
     except Exception as error:  # vLLM and the libraries below it may raise any exception
-        if is_about_the_hub(error):
+        if is_about_the_hub(error) or _NO_FOLDER in str(error):
             return {**found, "unknown": f"a file of the model is not on this machine: {words_of(error)}"}
         return {**found, "refused": words_of(error)}
     return {**found, **_findings(config), "warnings": warnings}
@@ -164,16 +166,20 @@ def _findings(config: VllmConfig) -> dict[str, Any]:
 
 def _problems(config: VllmConfig) -> Iterator[str]:
     """Yield the reasons why kvoffload would refuse to start with this configuration."""
+    from vllm import __version__
+
     from kvoffload_vllm.support import config_problems, find_features
+    from kvoffload_vllm.tier_entry import find_tier, has_tiers
 
     transfer = config.kv_transfer_config
-    tiers = [] if transfer is None else transfer.kv_connector_extra_config.get("secondary_tiers") or []
     if transfer is not None and transfer.kv_connector == NAME:
         yield from _unloadable(transfer)
-    if any(isinstance(one, dict) and one.get("type") == "KVOffloadTier" for one in tiers):
-        yield from _tier_problems(config)
-    else:
+    if transfer is None or find_tier([vars(transfer)]) is None:
         yield from config_problems(config, find_features())
+    elif has_tiers(__version__):
+        from kvoffload_vllm.secondary_tier import lora_problems
+
+        yield from lora_problems(config)
 
 
 def _unloadable(transfer: Any) -> Iterator[str]:  # noqa: ANN401  # vLLM's KVTransferConfig
@@ -184,15 +190,6 @@ def _unloadable(transfer: Any) -> Iterator[str]:  # noqa: ANN401  # vLLM's KVTra
         KVConnectorFactory.get_connector_class(transfer)
     except Exception as error:  # the connector's import may fail in any way
         yield f"the connector cannot be loaded: {words_of(error)}"
-
-
-def _tier_problems(config: VllmConfig) -> Iterator[str]:
-    try:
-        from kvoffload_vllm.secondary_tier import lora_problems
-    except ImportError as error:
-        yield f"this vLLM has no tiers that kvoffload can use ({words_of(error)}); 0.33 and newer have them"
-        return
-    yield from lora_problems(config)
 
 
 def _sizes(config: VllmConfig, *, has_draft: bool) -> dict[str, Any]:

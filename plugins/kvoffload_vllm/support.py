@@ -8,6 +8,7 @@ kvoffload supports a model only if it can copy every needed group.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -70,6 +71,11 @@ class Features:
     reports_failed_loads: bool = True
     hands_off_states: bool = False
     lacks: tuple[str, ...] = ()
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def find_features() -> Features:

@@ -6,13 +6,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvoffload.model.config import OffloadConfig
+from kvoffload_vllm.support import release_of
 
 TYPE, MODULE = "KVOffloadTier", "kvoffload_vllm.secondary_tier"
-TIERS_SINCE = (0, 33)
-"""The first version of vLLM with tiers that kvoffload can use."""
+_SINCE = (0, 33)  # the first version of vLLM with tiers that kvoffload can use
 _CONNECTOR, _SPEC = "OffloadingConnector", "TieringOffloadingSpec"
 _OF_VLLM = {"type", "module_path", "enable_kv_events", "backpressure"}
 """The keys of an entry that vLLM or the tier's base class reads."""
+
+
+def has_tiers(version: str) -> bool:
+    """Return whether this version of vLLM has tiers that kvoffload can use."""
+    return release_of(version) >= _SINCE
 
 
 def find_tier(entries: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:

@@ -60,6 +60,23 @@ OTHERS = {
     "recurrent layers": model("lfm2", "Lfm2ForCausalLM", full_attn_idxs=[1, 3], conv_L_cache=3),
     "shared layers": model("gemma3n_text", "Gemma3nForCausalLM"),
 }
+WHISPER = {
+    "model_type": "whisper",
+    "architectures": ["WhisperForConditionalGeneration"],
+    "is_encoder_decoder": True,
+    "torch_dtype": "float16",
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "vocab_size": 512,
+    "max_source_positions": 1500,
+    "max_target_positions": 448,
+    "num_mel_bins": 80,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +123,90 @@ def test_sizes_follow_the_ranks_and_dtypes_of_the_line(
 @pytest.mark.parametrize("name", OTHERS)
 def test_sizes_that_do_not_follow_from_the_configuration_are_unknown(name: str, tmp_path: Path) -> None:
     assert "depend on" in told(f"{save(tmp_path, OTHERS[name])} --block-size 32")["sizes"]["unknown"]
+
+
+@on_vllm
+def test_a_good_line_has_no_problem(tmp_path: Path) -> None:
+    found = told(f"{save(tmp_path, QWEN3_8B)} {OURS} -tp 2 --max-model-len 8k")
+    assert (found["connector"], found["problems"], found["warnings"]) == ("KVOffloadConnector", [], [])
+    assert (found["has_draft"], found["tier_problems"], found["hash_algorithm"]) == (False, [], "sha256")
+    assert found["transfer"] == GOOD
+    assert (found["values"]["tensor_parallel_size"], found["values"]["max_model_len"]) == (2, 8000)
+
+
+@on_vllm
+@pytest.mark.parametrize(
+    ("line", "key", "said"),
+    [
+        ("M OURS --bogus", "refused", "unrecognized arguments: --bogus"),
+        ("M OURS -tp two", "refused", "invalid int value: 'two'"),
+        ("M OURS --max-model-len 1M", "refused", "max_model_len (1048576) is greater"),
+        ('M --kv-transfer-config \'{"kv_role": "both"}\'', "refused", "kv_role"),
+        ("M OURS --config nowhere.yaml", "refused", "nowhere.yaml"),
+        ("M OURS --help", "refused", "asks for help"),
+        ("org/model OURS -tp 2", "unknown", "the configuration of org/model is not on this machine"),
+        ("s3://bucket/model OURS", "unknown", "s3://bucket/model is not on this machine"),
+        ("/mnt/models OURS", "unknown", "/mnt/models is not on this machine"),
+        ("org/model:Q4_K_M OURS", "unknown", "is not on this machine"),
+        (
+            'M OURS -sc \'{"model":"org/draft","num_speculative_tokens":2}\'',
+            "unknown",
+            "a file of the model is not on",
+        ),
+        ("M OURS --kv-offloading-size 4", "connector", "OffloadingConnector"),
+        ("M OURS --kv_offloading_size=4", "connector", "OffloadingConnector"),
+        ("M OURS --no-enable-prefix-caching", "problems", "prefix caching is off"),
+        ("M OURS --prefix-caching-hash-algo xxhash", "tier_problems", "set PYTHONHASHSEED"),
+        ("M OURS --load-format dummy", "tier_problems", "set weights_id"),
+        ("WHISPER OURS", "problems", "the model is an encoder-decoder"),
+        ("LFM2 OURS --no-enable-prefix-caching", "problems", "in mode none"),
+    ],
+)
+def test_what_vllm_refuses_replaces_or_lacks_is_told(line: str, key: str, said: str, tmp_path: Path) -> None:
+    names = {"M": QWEN3_8B, "LFM2": OTHERS["recurrent layers"], "WHISPER": WHISPER}
+    for name, config in names.items():
+        (folder := tmp_path / name).mkdir()
+        line = line.replace(f"{name} ", f"{save(folder, config)} ")
+    found = told(line.replace("OURS", OURS))
+    assert said in str(found[key])
+    if key == "unknown":
+        assert found["transfer"] == GOOD
+
+
+@on_vllm
+@pytest.mark.parametrize(
+    ("config", "has_draft"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}, False),
+        ({"method": "draft_model", "num_speculative_tokens": 2}, True),
+    ],
+)
+def test_a_draft_model_is_told(config: dict[str, Any], has_draft: bool, tmp_path: Path) -> None:
+    folder = save(tmp_path, LLAMA_8B)
+    config = config if not has_draft else {**config, "model": str(folder)}
+    found = told(f"{folder} {OURS} --block-size 32 --speculative-config '{json.dumps(config)}'")
+    assert found["has_draft"] is has_draft
+    assert ("a draft model" in found["sizes"].get("unknown", "")) is has_draft
+
+
+@on_vllm
+def test_options_of_a_program_around_vllm_are_ignored(tmp_path: Path) -> None:
+    line = f"--model {save(tmp_path, QWEN3_8B)} --is-prefill-worker --connector none {OURS}"
+    assert "unrecognized" in told(line)["refused"]
+    assert told(line, is_lenient=True)["connector"] == "KVOffloadConnector"
+
+
+@on_vllm
+def test_the_environment_of_the_line_decides(tmp_path: Path) -> None:
+    """The doctor's own process is asked as an operator asks it; its child has the line's environment."""
+    folder = save(tmp_path, QWEN3_8B)
+    command = [sys.executable, "-m", "kvoffload", "doctor", "--json", "--"]
+    start = ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "vllm", "serve", str(folder)]
+    done = subprocess.run(
+        [*command, *start, "--kv-transfer-config", TRANSFER], capture_output=True, text=True, check=False
+    )
+    found = {one["check"]: one for one in json.loads(done.stdout)["findings"]}["vllm options"]
+    assert (done.returncode, found["verdict"]) == (1, "error")
+    assert "KV connector KVOffloadConnector is incompatible" in found["finding"]
+    assert "--enable-cumem-allocator" in found["remedy"]
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
