@@ -37,6 +37,8 @@ def ask(
         the child's answer, or the reason why there is none, in the key "unknown".
     """
     limit_s = LIMIT_S if limit_s is None else limit_s
+    if sys.stderr.isatty():
+        sys.stderr.write("asking the engine, which takes some seconds ...\n")
     with subprocess.Popen(
         [sys.executable, "-P", "-m", module],
         stdin=subprocess.PIPE,

@@ -285,8 +285,11 @@ def _entries(transfer: dict[str, Any]) -> Iterator[dict[str, Any]]:
     yield from (one for one in entries if isinstance(one, dict))
 
 
-def _settings(transfer: dict[str, Any]) -> Mapping[str, object]:
-    settings = (_connector(transfer) or {}).get("kv_connector_extra_config") or {}
+def _settings(transfer: dict[str, Any]) -> Mapping[str, object] | None:
+    """Return kvoffload's settings in `kv_transfer_config`; None if it does not name kvoffload's connector."""
+    if (ours := _connector(transfer)) is None:
+        return None
+    settings = ours.get("kv_connector_extra_config") or {}
     return settings if isinstance(settings, dict) else {"kv_connector_extra_config": settings}
 
 

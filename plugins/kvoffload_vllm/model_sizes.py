@@ -24,14 +24,28 @@ from kvoffload.model.errors import ConfigError, KVOffloadError
 _CACHE_DTYPES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _DTYPES = {"auto": 2, "half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4}
 
-_MLA = "deepseek_v2"
-MODEL_TYPES = {_MLA: "DeepseekV2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_MLA = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+MODEL_TYPES = {
+    **_MLA,
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 """The supported model types, each with its class in vLLM.
 
 For each of them, a test compares the computed sizes with those of a stock vLLM.
 """
 
-_DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_key_value_heads": 32}}
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False},
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
+    "qwen3_moe": {"num_key_value_heads": 4, "use_sliding_window": False},
+}
 """Values that vLLM's model classes use if a `config.json` does not contain them."""
 
 _FULL = "full_attention"
@@ -157,7 +171,7 @@ def sizes_of(page_bytes: int, pages: int, tokens: int, calculation: str) -> Mode
 
 def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
     """Return the bytes of one token in one layer, and a description of the calculation."""
-    if model.model_type == _MLA:
+    if model.model_type in _MLA:
         width = _needed(model, "kv_lora_rank") + _needed(model, "qk_rope_head_dim")
         _check_block(options, is_usual=False)
         return width * item, f"{width} (latent and rope) x {item} bytes"

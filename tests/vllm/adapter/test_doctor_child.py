@@ -15,7 +15,7 @@ import pytest
 from kvoffload_vllm import doctor_child
 from tests.vllm.adapter.stand_ins import on_vllm
 from tests.vllm.adapter.test_doctor import GOOD
-from tests.vllm.adapter.test_model_sizes import DEEPSEEK_V2_LITE, LLAMA_8B, QWEN3_8B, save, stock_sizes
+from tests.vllm.adapter.test_model_sizes import LLAMA_8B, MODELS, QWEN3_8B, save, stock_sizes
 
 TRANSFER = json.dumps(GOOD)
 OURS = f"--kv-transfer-config '{TRANSFER}'"
@@ -29,7 +29,6 @@ DENSE: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 
 
 def model(model_type: str, architecture: str, **fields: object) -> dict[str, Any]:
@@ -37,19 +36,7 @@ def model(model_type: str, architecture: str, **fields: object) -> dict[str, Any
 
 
 PLAIN = {
-    "llama": LLAMA_8B,
-    "qwen3": QWEN3_8B,
-    "deepseek_v2": DEEPSEEK_V2_LITE,
-    "deepseek_v3": {
-        **DEEPSEEK_V2_LITE,
-        "model_type": "deepseek_v3",
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "q_lora_rank": 128,
-    },
-    "qwen2": model("qwen2", "Qwen2ForCausalLM", use_sliding_window=False),
-    "mistral": model("mistral", "MistralForCausalLM", sliding_window=None, head_dim=64),
-    "mixtral": model("mixtral", "MixtralForCausalLM", num_local_experts=4, sliding_window=None),
-    "qwen3_moe": model("qwen3_moe", "Qwen3MoeForCausalLM", head_dim=64, **EXPERTS),
+    **MODELS,
     "phi3": model("phi3", "Phi3ForCausalLM", pad_token_id=0, sliding_window=None),
     "granite": model("granite", "GraniteForCausalLM"),
     "olmo2": model("olmo2", "Olmo2ForCausalLM"),

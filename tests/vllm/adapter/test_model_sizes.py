@@ -75,7 +75,35 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
 }
-MODELS = {"qwen3": QWEN3_8B, "llama": LLAMA_8B, "qwen3-silent": QWEN3_SILENT, "deepseek": DEEPSEEK_V2_LITE}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+
+
+def like_llama(model_type: str, architecture: str, **fields: object) -> dict[str, Any]:
+    """Return the configuration of a small model. None in `fields` removes the field."""
+    small = {"num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 512, **fields}
+    whole = {**LLAMA_8B, "model_type": model_type, "architectures": [architecture], **small}
+    return {name: value for name, value in whole.items() if value is not None or name == "sliding_window"}
+
+
+V3 = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 128}
+MODELS = {
+    "qwen3": QWEN3_8B,
+    "llama": LLAMA_8B,
+    "qwen3-silent": QWEN3_SILENT,
+    "deepseek": DEEPSEEK_V2_LITE,
+    "deepseek-v3": {**DEEPSEEK_V2_LITE, **V3},
+    "mistral": like_llama("mistral", "MistralForCausalLM", sliding_window=None),
+    "mistral-silent": like_llama(
+        "mistral", "MistralForCausalLM", num_key_value_heads=None, sliding_window=None
+    ),
+    "mixtral": like_llama("mixtral", "MixtralForCausalLM", num_local_experts=4, num_key_value_heads=None),
+    "qwen2": like_llama("qwen2", "Qwen2ForCausalLM", use_sliding_window=False, sliding_window=4096),
+    "qwen2-silent": like_llama("qwen2", "Qwen2ForCausalLM", num_key_value_heads=None, sliding_window=4096),
+    "qwen3_moe": like_llama("qwen3_moe", "Qwen3MoeForCausalLM", head_dim=64, **EXPERTS),
+    "qwen3_moe-silent": like_llama(
+        "qwen3_moe", "Qwen3MoeForCausalLM", num_key_value_heads=None, num_attention_heads=32, **EXPERTS
+    ),
+}
 
 
 def sizes(config: dict[str, Any], options: Options) -> ModelSizes:
@@ -135,6 +163,12 @@ QUANTIZED = {"quant_method": "modelopt", "quantization": {"kv_cache_quant_algo":
 def test_sizes_not_compared_with_a_stock_vllm_are_not_computed(change: dict[str, Any]) -> None:
     with pytest.raises(SizesNotKnown):
         sizes({**QWEN3_8B, **change}, Options())
+
+
+def test_a_window_that_applies_without_a_value_is_not_computed() -> None:
+    silent = {name: value for name, value in MODELS["mistral"].items() if name != "sliding_window"}
+    with pytest.raises(SizesNotKnown, match="sliding windows"):
+        sizes(silent, Options())
 
 
 @pytest.mark.parametrize(
@@ -454,7 +488,7 @@ def stock_sizes(folder: Path, block_size: int, cache_dtype: str, dtype: str) -> 
 def test_the_sizes_equal_those_of_a_stock_vllm(
     model: str, cache_dtype: str, dtype: str, tmp_path: Path
 ) -> None:
-    tokens = 16 if model == "deepseek" else 32  # vLLM's CPU backends accept these block sizes
+    tokens = 16 if "kv_lora_rank" in MODELS[model] else 32  # vLLM's CPU backends accept these block sizes
     found = sizes(MODELS[model], Options(block_size=tokens, kv_cache_dtype=cache_dtype, dtype=dtype))
     stock = stock_sizes(save(tmp_path, MODELS[model]), tokens, cache_dtype, dtype)
     assert (found.page_bytes, found.block_bytes) == stock
