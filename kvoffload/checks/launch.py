@@ -57,6 +57,11 @@ class Launch:
         return self.environ if self.image else {**os.environ, **self.environ}
 
     @property
+    def local_environ(self) -> Mapping[str, str]:
+        """The environment variables that say where this machine has the engine's files, which a container mounts."""
+        return os.environ if self.image else self.whole_environ
+
+    @property
     def placeholders(self) -> list[str]:
         """The arguments with a variable, such as `$MODEL`, whose value is not known."""
         return [word for word in self.arguments if _PLACEHOLDER.search(word)]

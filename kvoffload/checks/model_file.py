@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ class ModelUnread(KVOffloadError):
     """Raised if a model's `config.json` is not on this machine or cannot be read."""
 
 
-def read_model_file(model: str, revision: str = "main") -> dict[str, Any]:
+def read_model_file(
+    model: str, revision: str = "main", environ: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
     """Return the content of a model's `config.json`, with the quantization if that is in a file of its own.
 
     Args:
         model: the model's folder, the path of the `config.json`, or the id of a model in the Hugging Face cache.
         revision: the branch, tag or commit to read from the cache.
+        environ: the environment variables that say where the cache is.
 
     Raises:
         ModelUnread: the file is not on this machine, cannot be read or is not a JSON object.
@@ -35,7 +39,7 @@ def read_model_file(model: str, revision: str = "main") -> dict[str, Any]:
     path = Path(model)
     try:
         if not path.exists():
-            path = _snapshot(model, revision)
+            path = _snapshot(model, revision, environ)
         path = path / "config.json" if path.is_dir() else path
         raw = _read_json(path)
     except OSError as error:
@@ -51,14 +55,14 @@ def read_model_file(model: str, revision: str = "main") -> dict[str, Any]:
     return raw
 
 
-def _snapshot(model: str, revision: str) -> Path:
+def _snapshot(model: str, revision: str, environ: Mapping[str, str]) -> Path:
     """Return the folder with a model's snapshot in the Hugging Face cache."""
     if not _HUB_ID.fullmatch(model) or ".." in model:
         raise ModelUnread(
             f"{model[:_LONGEST_NAME]} is not on this machine, and is not an id such as Qwen/Qwen3-8B"
         )
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    hub = Path(environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
     repository = hub / f"models--{model.replace('/', '--')}"
     reference = repository / "refs" / revision
     commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision

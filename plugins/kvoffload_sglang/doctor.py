@@ -57,6 +57,7 @@ def read_arguments(args: argparse.Namespace) -> Given:
     if line.enable_dp_attention:  # as in SGLang, the replicas are then only those of attention
         line.attn_dp_size, line.dp_size = line.dp_size or 1, 1
     line = argparse.Namespace(**vars(line) | told.get("values", {}))
+    line.has_latents = told.get("is_mla", _has_latents(line, launch.local_environ))
     checks = (VERSION, Check("sglang options", lambda setup: _options(line, extra, told, setup)))
     return Given(extra, Sizes(engines=line.dp_size * line.attn_dp_size or 1), checks, _parse)
 
@@ -164,7 +165,7 @@ def _problems(line: argparse.Namespace, extra: Mapping[str, object], setup: Setu
 def _model_problems(line: argparse.Namespace, told: Mapping[str, Any], setup: Setup) -> Iterator[str]:
     """Yield the reasons why the storage backend would refuse the model, or a draft model."""
     ranks = line.tp_size // line.attn_dp_size
-    if setup.config.disk_path is not None and ranks > 1 and told.get("is_mla", _has_latents(line)):
+    if setup.config.disk_path is not None and ranks > 1 and line.has_latents:
         yield (
             f"disk_path: one of {ranks} ranks writes this model's KV (MLA) and all read it, but a folder on the disk belongs "
             "to one rank; use remote_url only"
@@ -176,12 +177,12 @@ def _model_problems(line: argparse.Namespace, told: Mapping[str, Any], setup: Se
         )
 
 
-def _has_latents(line: argparse.Namespace) -> bool:
+def _has_latents(line: argparse.Namespace, environ: Mapping[str, str]) -> bool:
     """Return whether the model's `config.json` can be read and has the size of MLA's latent."""
     if line.model_path is None:
         return False
     with suppress(ModelUnread):
-        raw = read_model_file(line.model_path, line.revision or "main")
+        raw = read_model_file(line.model_path, line.revision or "main", environ)
         return any(isinstance(one, dict) and one.get("kv_lora_rank") for one in (raw, raw.get("text_config")))
     return False
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
-from types import MappingProxyType
 from typing import Any
 
 from kvoffload.checks.check import GIVE, Check, Finding, Given, Setup, Sizes, fail, ok, unknown, warn
@@ -42,8 +41,22 @@ RECOMPUTE = "recompute"
 _GROUP, _ENTRY = "vllm.general_plugins", "kvoffload"
 _OPTION = "--kv-transfer-config"
 _HASHES = ("sha256", "sha256_cbor")  # constructing two prompts with the same SHA-256 hash is infeasible
-_NO_LINE = Launch(())
 _BY_HAND = "--block-bytes and --device-blocks"
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What is known of vLLM's start besides the values of options.
+
+    Args:
+        launch: the start; without arguments if there is no command line.
+        names: the names of all options in the command line.
+        told_sizes: the sizes of KV blocks that vLLM's configuration determines.
+    """
+
+    launch: Launch = Launch(())  # noqa: RUF009  # a constant: `Launch` is frozen
+    names: frozenset[str] = frozenset()
+    told_sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -77,13 +90,13 @@ def read_arguments(args: argparse.Namespace) -> Given:
     """
     transfer = None if args.kv_transfer_config is None else read_object(args.kv_transfer_config, _OPTION)
     if not args.command_line:
-        return _given(args, transfer, unknown("the connector that vLLM will use", GIVE))
+        return _given(args, transfer, unknown("the connector that vLLM will use", GIVE), _Start())
     try:
         launch = find_launch(args.command_line, COMMANDS, EXAMPLE)
     except ConfigError as error:
         finding = fail(str(error), f"give a command line such as: {EXAMPLE}")
         missing = unknown(f"{_OPTION}: the command line cannot be read", finding.remedy)
-        given = _given(args, transfer, missing)
+        given = _given(args, transfer, missing, _Start())
         unread = missing if transfer is None else None
         return replace(given, checks=(*given.checks, Check("vllm options", lambda _: finding)), unread=unread)
     return _given_by_line(args, transfer, launch)
@@ -106,20 +119,15 @@ def _given_by_line(args: argparse.Namespace, transfer: dict[str, Any] | None, la
         told,
         is_ours=transfer is not None and _connector(transfer) is not None,
         is_tier=find_tier(entries) is not None,
-        is_encoder_decoder=_is_encoder_decoder(args),
+        is_encoder_decoder=_is_encoder_decoder(args, launch.local_environ),
     )
     algorithm = told.get("hash_algorithm") or line.values.get("prefix_caching_hash_algo") or _HASHES[0]
-    given = _given(args, transfer, missing, launch, told.get("sizes", {}), line.names)
+    given = _given(args, transfer, missing, _Start(launch, frozenset(line.names), told.get("sizes", {})))
     return replace(given, checks=(*given.checks, options, block_hashes(algorithm)), unread=unread)
 
 
 def _given(
-    args: argparse.Namespace,
-    transfer: dict[str, Any] | None,
-    missing: Finding,
-    launch: Launch = _NO_LINE,
-    told_sizes: Mapping[str, Any] = MappingProxyType({}),
-    names: Collection[str] = (),
+    args: argparse.Namespace, transfer: dict[str, Any] | None, missing: Finding, start: _Start
 ) -> Given:
     """Return what the connector's configuration and the sizes determine.
 
@@ -127,21 +135,19 @@ def _given(
         args: the doctor's options, and those of vLLM's command line.
         transfer: `--kv-transfer-config`.
         missing: the finding about the connector if `transfer` is None.
-        launch: vLLM's start.
-        told_sizes: the sizes of KV blocks that vLLM's configuration determines.
-        names: the names of all options in the command line.
+        start: vLLM's start.
     """
-    version = Check("vllm version", lambda _: _version(launch.image))
-    sizes, about = _sizes(args, told_sizes, names)
+    version = Check("vllm version", lambda _: _version(start.launch.image))
+    sizes, about = _sizes(args, start)
     tier = None if transfer is None else find_tier(_entries(transfer))
     if tier is not None:
-        check = Check("vllm connector", lambda _: _tier(*tier, launch.image))
+        check = Check("vllm connector", lambda _: _tier(*tier, start.launch.image))
         return Given(tier_settings(tier[1]), sizes, (version, check), parse_tier)
     connector = missing if transfer is None else _transfer(transfer)
     policy = None if transfer is None else transfer.get("kv_load_failure_policy") or "fail"
     checks = (
         version,
-        Check("vllm plugin", lambda _: _registration(launch)),
+        Check("vllm plugin", lambda _: _registration(start.launch)),
         Check("vllm connector", lambda _: connector),
         load_failures(policy),
         Check("model sizes", lambda _: about),
@@ -293,9 +299,7 @@ def _settings(transfer: dict[str, Any]) -> Mapping[str, object] | None:
     return settings if isinstance(settings, dict) else {"kv_connector_extra_config": settings}
 
 
-def _sizes(
-    args: argparse.Namespace, told: Mapping[str, Any], names: Collection[str]
-) -> tuple[Sizes, Finding]:
+def _sizes(args: argparse.Namespace, start: _Start) -> tuple[Sizes, Finding]:
     """Return the engine's sizes, and a finding that says how the doctor determined the sizes.
 
     Sizes given as options take precedence over those that vLLM's configuration determines, and these over sizes
@@ -312,9 +316,9 @@ def _sizes(
     if args.model is None:
         return sizes, unknown("no MODEL", "put MODEL directly after serve" if args.command_line else GIVE)
     try:
-        found = _model_sizes(args, ranks // stages, stages, told, names)
+        found = _model_sizes(args, start, ranks // stages, stages)
     except SizesNotKnown as error:
-        reason = told.get("unknown", error)
+        reason = start.told_sizes.get("unknown", error)
         return sizes, unknown("the model's sizes", f"{reason}; or give {_BY_HAND}, which vLLM's start logs")
     except ConfigError as error:
         return sizes, fail(str(error), "correct the number of ranks")
@@ -338,22 +342,21 @@ def _fit(sizes: Sizes, model: ModelSizes, longest_tokens: int) -> Finding:
     return ok(f"{model.about}; {sizes.device_blocks:,} blocks fit the KV cache")
 
 
-def _is_encoder_decoder(args: argparse.Namespace) -> bool:
+def _is_encoder_decoder(args: argparse.Namespace, environ: Mapping[str, str]) -> bool:
     """Return whether the model's `config.json` can be read and says that the model is an encoder-decoder."""
     if args.model is None:
         return False
     with suppress(ModelUnread):
-        return read_model_file(args.model, args.revision or "main").get("is_encoder_decoder") is True
+        return read_model_file(args.model, args.revision or "main", environ).get("is_encoder_decoder") is True
     return False
 
 
-def _model_sizes(
-    args: argparse.Namespace, ranks: int, stages: int, told: Mapping[str, Any], names: Collection[str]
-) -> ModelSizes:
-    if "page_bytes" in told:
-        return sizes_of(**told)
+def _model_sizes(args: argparse.Namespace, start: _Start, ranks: int, stages: int) -> ModelSizes:
+    if "page_bytes" in start.told_sizes:
+        return sizes_of(**start.told_sizes)
     changing = CHANGE_SIZES if args.block_size else CHANGE_SIZES + CHOOSE_BLOCKS
-    if given := [name for name in changing if name in names]:
+    if given := [name for name in changing if name in start.names]:
         raise SizesNotKnown(f"sizes with {', '.join(given)} are not computed")
     options = Options(ranks, stages, args.block_size, args.kv_cache_dtype, args.dtype)
-    return kv_sizes(read_config(args.model, args.revision or "main"), options)
+    model = read_config(args.model, args.revision or "main", start.launch.local_environ)
+    return kv_sizes(model, options)

@@ -116,19 +116,20 @@ class ModelSizes:
         return self.page_bytes * self.pages
 
 
-def read_config(model: str, revision: str = "main") -> ModelConfig:
+def read_config(model: str, revision: str = "main", environ: Mapping[str, str] = os.environ) -> ModelConfig:
     """Read the `config.json` of a model.
 
     Args:
         model: the model's folder, the path of the `config.json`, or the id of a model in the Hugging Face cache.
         revision: the branch, tag or commit to read from the cache.
+        environ: the environment variables that say where the cache is.
 
     Raises:
         SizesNotKnown: the file is not on this machine, cannot be read or is invalid, or the model's type is not
             supported.
     """
     try:
-        return model_of(read_model_file(model, revision))
+        return model_of(read_model_file(model, revision, environ))
     except ModelUnread as error:
         raise SizesNotKnown(str(error)) from error
 

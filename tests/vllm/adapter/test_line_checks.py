@@ -5,6 +5,7 @@ Names, folders and addresses are made up. What cannot be known without vLLM is n
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
 from importlib.metadata import PackageNotFoundError
@@ -12,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvoffload_vllm import line_checks
+from kvoffload.checks.check import Setup, run_checks
+from kvoffload_vllm import doctor, line_checks
+from tests.settings import make_config
 from tests.vllm.adapter.test_doctor import GOOD, findings
 from tests.vllm.adapter.test_model_sizes import QWEN3_8B, save
 
@@ -102,6 +107,19 @@ def test_a_containers_environment_is_not_this_machines(
     monkeypatch.setenv(name, value)
     assert options(capsys, f"{IMAGE} org/m OURS")[0] == "unknown"
     assert options(capsys, "vllm serve org/m OURS")[0] == "error"
+
+
+def test_the_lines_environment_says_where_models_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_HUB_CACHE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    (snapshot := tmp_path / "hub/models--org--m/snapshots/main").mkdir(parents=True)
+    save(snapshot, {**QWEN3_8B, "is_encoder_decoder": True})
+    assert options(capsys, f"HF_HOME={tmp_path} vllm serve org/m OURS")[0] == "error"
+    assert options(capsys, "vllm serve org/m OURS")[0] == "unknown"
+    monkeypatch.setenv("HF_HOME", str(tmp_path))  # a container mounts this machine's cache
+    assert options(capsys, f"{IMAGE} org/m OURS")[0] == "error"
 
 
 def test_an_encoder_decoder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,6 +230,42 @@ def test_sizes_and_ranks_that_vllm_tells_are_used(
     found = findings(capsys, "--", *shlex.split("vllm serve M OURS".replace("OURS", OURS)))
     assert "256.0 KiB a block and rank (by vLLM); 4 blocks fit" in found["model sizes"]["finding"]
     assert found["host pool"]["finding"].startswith("2 blocks on the host, 4 on the device")
+
+
+WORDS = [
+    "vllm",
+    "serve",
+    "docker",
+    "run",
+    "-e",
+    "-c",
+    "--",
+    "--model",
+    "--config",
+    "$X",
+    "[",
+    "'",
+    "|",
+    "a=b",
+]
+WORDS += [
+    "--kv-transfer-config",
+    "--kv-transfer-config.kv_connector",
+    "vllm serve M -tp 2 | x",
+    "-tp",
+    "",
+    "{",
+]
+
+
+@given(words=st.lists(st.sampled_from(WORDS) | st.text(max_size=5), min_size=1, max_size=8))
+def test_property_any_words_get_their_findings(words: list[str]) -> None:
+    args = argparse.Namespace(command_line=words)
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser.add_argument_group())
+    parser.parse_args([], args)
+    found = run_checks(doctor.read_arguments(args).checks, Setup(make_config()))
+    assert [one for one in found if "the check itself failed" in one.text] == []
 
 
 # -- the tier below vLLM's own connector ----------------------------------------------------------------------------
