@@ -53,12 +53,12 @@ def read_arguments(args: argparse.Namespace) -> Given:
         finding = fail(str(error), "correct the command line")
         unread = unknown("SGLang's command line cannot be read", finding.remedy)
         return Given(None, Sizes(), (VERSION, Check("sglang options", lambda _: finding)), _parse, unread)
-    told = _ask(launch)
+    reply = _ask(launch)
     if line.enable_dp_attention:  # as in SGLang, the replicas are then only those of attention
         line.attn_dp_size, line.dp_size = line.dp_size or 1, 1
-    line = argparse.Namespace(**vars(line) | told.get("values", {}))
-    line.has_latents = told.get("is_mla", _has_latents(line, launch.local_environ))
-    checks = (VERSION, Check("sglang options", lambda setup: _options(line, extra, told, setup)))
+    line = argparse.Namespace(**vars(line) | reply.get("values", {}))
+    line.has_latents = reply.get("is_mla", _has_latents(line, launch.local_environ))
+    checks = (VERSION, Check("sglang options", lambda setup: _options(line, extra, reply, setup)))
     return Given(extra, Sizes(engines=line.dp_size * line.attn_dp_size or 1), checks, _parse)
 
 
@@ -94,8 +94,8 @@ def _ask(launch: Launch) -> dict[str, Any]:
             "unknown": "the command line has variables",
             "remedy": "put their values into the command line",
         }
-    told = ask("kvoffload_sglang.doctor_child", {"arguments": launch.arguments}, launch.whole_environ)
-    return {"remedy": "run the doctor where SGLang starts, with its model and device"} | told
+    reply = ask("kvoffload_sglang.doctor_child", {"arguments": launch.arguments}, launch.whole_environ)
+    return {"remedy": "run the doctor where SGLang starts, with its model and device"} | reply
 
 
 def _count(text: str) -> int:
@@ -127,10 +127,10 @@ def _parse(settings: Mapping[str, object]) -> OffloadConfig:
 
 
 def _options(
-    line: argparse.Namespace, extra: Mapping[str, object] | None, told: Mapping[str, Any], setup: Setup
+    line: argparse.Namespace, extra: Mapping[str, object] | None, reply: Mapping[str, Any], setup: Setup
 ) -> Finding:
-    if (refused := told.get("refused")) is not None:
-        return fail(f"SGLang {told['version']} refuses them: {refused}", "correct these options")
+    if (refused := reply.get("refused")) is not None:
+        return fail(f"SGLang {reply['version']} refuses them: {refused}", "correct these options")
     if not (line.tp_size and line.dp_size and line.attn_dp_size):
         return fail("--tp-size and --dp-size must be whole numbers of at least 1", "correct these options")
     if not line.enable_hierarchical_cache:
@@ -139,11 +139,11 @@ def _options(
         return warn(
             "the command line has no --hicache-storage-backend; it must be attached over HTTP later", _ARGS
         )
-    if problems := "; ".join([*_problems(line, extra or {}, setup), *_model_problems(line, told, setup)]):
+    if problems := "; ".join([*_problems(line, extra or {}, setup), *_model_problems(line, reply, setup)]):
         return fail(problems, f"correct these options, or {_ARGS}")
-    if "unknown" in told:
-        return unknown(f"what SGLang makes of them: {told['unknown']}", told["remedy"])
-    return ok(f"SGLang {told['version']} accepts them, and the storage backend works with them")
+    if "unknown" in reply:
+        return unknown(f"what SGLang makes of them: {reply['unknown']}", reply["remedy"])
+    return ok(f"SGLang {reply['version']} accepts them, and the storage backend works with them")
 
 
 def _problems(line: argparse.Namespace, extra: Mapping[str, object], setup: Setup) -> Iterator[str]:
@@ -162,7 +162,7 @@ def _problems(line: argparse.Namespace, extra: Mapping[str, object], setup: Setu
         yield "--load-format is dummy, so the weights cannot be identified without weights_id"
 
 
-def _model_problems(line: argparse.Namespace, told: Mapping[str, Any], setup: Setup) -> Iterator[str]:
+def _model_problems(line: argparse.Namespace, reply: Mapping[str, Any], setup: Setup) -> Iterator[str]:
     """Yield the reasons why the storage backend would refuse the model, or a draft model."""
     ranks = line.tp_size // line.attn_dp_size
     if setup.config.disk_path is not None and ranks > 1 and line.has_latents:
@@ -170,7 +170,7 @@ def _model_problems(line: argparse.Namespace, told: Mapping[str, Any], setup: Se
             f"disk_path: one of {ranks} ranks writes this model's KV (MLA) and all read it, but a folder on the disk belongs "
             "to one rank; use remote_url only"
         )
-    if draft := told.get("draft"):
+    if draft := reply.get("draft"):
         yield (
             f"with {draft}, the draft model has a KV pool of its own, which SGLang registers after the storage backend; "
             "attach kvoffload at run time, or use no such draft model"

@@ -51,12 +51,12 @@ class _Start:
     Args:
         launch: the start; without arguments if there is no command line.
         names: the names of all options in the command line.
-        told_sizes: the sizes of KV blocks that vLLM's configuration determines.
+        known_sizes: the sizes of KV blocks that vLLM's configuration determines.
     """
 
     launch: Launch = Launch(())  # noqa: RUF009  # a constant: `Launch` is frozen
     names: frozenset[str] = frozenset()
-    told_sizes: Mapping[str, Any] = field(default_factory=dict)
+    known_sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
@@ -104,25 +104,25 @@ def read_arguments(args: argparse.Namespace) -> Given:
 
 def _given_by_line(args: argparse.Namespace, transfer: dict[str, Any] | None, launch: Launch) -> Given:
     """Return what vLLM's command line determines. The doctor's own options, and `transfer`, take precedence."""
-    line, told = read_line(launch), ask_vllm(launch)
-    values = line.values | told.get("values", {})
+    line, reply = read_line(launch), ask_vllm(launch)
+    values = line.values | reply.get("values", {})
     args = argparse.Namespace(**vars(args) | {k: v for k, v in values.items() if vars(args).get(k) is None})
-    transfer = transfer or told.get("transfer") or line.transfer
+    transfer = transfer or reply.get("transfer") or line.transfer
     missing = fail(f"the command line has no {_OPTION}", "add what `kvoffload vllm-args` prints")
     unread = None
-    if transfer is None and "values" not in told and (reasons := [*line.unread, *line.problems]):
-        unread = missing = unknown(f"{_OPTION}: {'; '.join(reasons)}", told.get("remedy", ""))
+    if transfer is None and "values" not in reply and (reasons := [*line.unread, *line.problems]):
+        unread = missing = unknown(f"{_OPTION}: {'; '.join(reasons)}", reply.get("remedy", ""))
     entries = [] if transfer is None else [*_entries(transfer)]
     options = options_check(
         line,
         launch,
-        told,
+        reply,
         is_ours=transfer is not None and _connector(transfer) is not None,
         is_tier=find_tier(entries) is not None,
         is_encoder_decoder=_is_encoder_decoder(args, launch.local_environ),
     )
-    algorithm = told.get("hash_algorithm") or line.values.get("prefix_caching_hash_algo") or _HASHES[0]
-    given = _given(args, transfer, missing, _Start(launch, frozenset(line.names), told.get("sizes", {})))
+    algorithm = reply.get("hash_algorithm") or line.values.get("prefix_caching_hash_algo") or _HASHES[0]
+    given = _given(args, transfer, missing, _Start(launch, frozenset(line.names), reply.get("sizes", {})))
     return replace(given, checks=(*given.checks, options, block_hashes(algorithm)), unread=unread)
 
 
@@ -318,7 +318,7 @@ def _sizes(args: argparse.Namespace, start: _Start) -> tuple[Sizes, Finding]:
     try:
         found = _model_sizes(args, start, ranks // stages, stages)
     except SizesNotKnown as error:
-        reason = start.told_sizes.get("unknown", error)
+        reason = start.known_sizes.get("unknown", error)
         return sizes, unknown("the model's sizes", f"{reason}; or give {_BY_HAND}, which vLLM's start logs")
     except ConfigError as error:
         return sizes, fail(str(error), "correct the number of ranks")
@@ -352,8 +352,8 @@ def _is_encoder_decoder(args: argparse.Namespace, environ: Mapping[str, str]) ->
 
 
 def _model_sizes(args: argparse.Namespace, start: _Start, ranks: int, stages: int) -> ModelSizes:
-    if "page_bytes" in start.told_sizes:
-        return sizes_of(**start.told_sizes)
+    if "page_bytes" in start.known_sizes:
+        return sizes_of(**start.known_sizes)
     changing = CHANGE_SIZES if args.block_size else CHANGE_SIZES + CHOOSE_BLOCKS
     if given := [name for name in changing if name in start.names]:
         raise SizesNotKnown(f"sizes with {', '.join(given)} are not computed")

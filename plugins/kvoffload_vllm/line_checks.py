@@ -57,7 +57,7 @@ def ask_vllm(launch: Launch) -> dict[str, Any]:
 def options_check(
     line: Line,
     launch: Launch,
-    told: Mapping[str, Any],
+    reply: Mapping[str, Any],
     *,
     is_ours: bool,
     is_tier: bool,
@@ -68,16 +68,16 @@ def options_check(
     Args:
         line: the options, as read without vLLM.
         launch: the command line.
-        told: what vLLM says of the command line.
+        reply: what vLLM says of the command line.
         is_ours: whether the command line names kvoffload's connector.
         is_tier: whether it names kvoffload's tier below vLLM's own connector.
         is_encoder_decoder: whether the model's `config.json` says that it is an encoder-decoder.
     """
 
     def find(setup: Setup) -> Finding:
-        problems = [*_ignored(launch), *_refused(told)]
-        if "connector" in told:
-            problems += _of_configuration(told, setup, is_ours=is_ours)
+        problems = [*_ignored(launch), *_refused(reply)]
+        if "connector" in reply:
+            problems += _of_configuration(reply, setup, is_ours=is_ours)
         else:
             problems += _of_text(line, launch, is_ours=is_ours, is_tier=is_tier)
             problems += (
@@ -85,23 +85,23 @@ def options_check(
             )
         if problems:
             return fail("; ".join(dict(problems)), "; ".join(dict.fromkeys(remedy for _, remedy in problems)))
-        return _without_problems(line, told)
+        return _without_problems(line, reply)
 
     return Check("vllm options", find)
 
 
-def _without_problems(line: Line, told: Mapping[str, Any]) -> Finding:
-    if "connector" not in told:
-        reasons = "; ".join([*line.unread, str(told.get("unknown"))])
-        return unknown(f"what vLLM makes of them: {reasons}", told.get("remedy", ""))
-    if told["warnings"]:
-        return warn(f"vLLM {told['version']} warns: {'; '.join(told['warnings'])}", _CORRECT)
-    if told["has_draft"]:
+def _without_problems(line: Line, reply: Mapping[str, Any]) -> Finding:
+    if "connector" not in reply:
+        reasons = "; ".join([*line.unread, str(reply.get("unknown"))])
+        return unknown(f"what vLLM makes of them: {reasons}", reply.get("remedy", ""))
+    if reply["warnings"]:
+        return warn(f"vLLM {reply['version']} warns: {'; '.join(reply['warnings'])}", _CORRECT)
+    if reply["has_draft"]:
         return warn(
-            f"vLLM {told['version']} accepts a draft model, with which the connector was never run",
+            f"vLLM {reply['version']} accepts a draft model, with which the connector was never run",
             "compare answers with and without kvoffload first",
         )
-    return ok(f"vLLM {told['version']} accepts them, and the connector works with them")
+    return ok(f"vLLM {reply['version']} accepts them, and the connector works with them")
 
 
 def _ignored(launch: Launch) -> Iterator[_Problem]:
@@ -110,23 +110,23 @@ def _ignored(launch: Launch) -> Iterator[_Problem]:
             yield f"vLLM does not read the file of {word:.80}", "write --config and the file as two words"
 
 
-def _refused(told: Mapping[str, Any]) -> Iterator[_Problem]:
-    text = told.get("refused")
+def _refused(reply: Mapping[str, Any]) -> Iterator[_Problem]:
+    text = reply.get("refused")
     if text is not None:
         remedy = next((one for part, one in _REMEDIES.items() if part in text), _CORRECT)
-        yield f"vLLM {told['version']} refuses them: {text}", remedy
+        yield f"vLLM {reply['version']} refuses them: {text}", remedy
 
 
-def _of_configuration(told: Mapping[str, Any], setup: Setup, *, is_ours: bool) -> Iterator[_Problem]:
-    given, used = (told["transfer"] or {}).get("kv_connector"), told["connector"]
+def _of_configuration(reply: Mapping[str, Any], setup: Setup, *, is_ours: bool) -> Iterator[_Problem]:
+    given, used = (reply["transfer"] or {}).get("kv_connector"), reply["connector"]
     if is_ours and used != given:
         yield f"vLLM uses the connector {used} instead of {given}, because of {_OFFLOADING}", _REMOVE
-    for problem in told["problems"]:
+    for problem in reply["problems"]:
         yield problem, _CORRECT
     config = setup.config
     if config.disk_path is not None or config.remote_url is not None:
         key = "tier_problems" if config.weights_id is None else "tier_problems_with_weights_id"
-        for problem in told[key]:
+        for problem in reply[key]:
             yield problem, _CORRECT
 
 

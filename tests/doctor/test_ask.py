@@ -12,7 +12,7 @@ from kvoffload.checks.ask import ask, is_about_the_hub, words_of
 from tests.tooling.scripts import ROOT
 
 
-def told(tmp_path: Path, program: str, **request: object) -> dict[str, Any]:
+def reply(tmp_path: Path, program: str, **request: object) -> dict[str, Any]:
     """Ask a child that runs `program`; `find` in it gets the request."""
     (tmp_path / "child.py").write_text(f"from kvoffload.checks.ask import answer\n{program}\n")
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", ""), str(ROOT), str(ROOT / "plugins")]
@@ -22,11 +22,11 @@ def told(tmp_path: Path, program: str, **request: object) -> dict[str, Any]:
 
 def test_a_child_answers_whatever_it_prints(tmp_path: Path) -> None:
     program = "import os; answer(lambda one: (print('x'), os.system('echo y'), {'got': one})[2])"
-    assert told(tmp_path, program, words=["--a", "ü"]) == {"got": {"words": ["--a", "ü"]}}
+    assert reply(tmp_path, program, words=["--a", "ü"]) == {"got": {"words": ["--a", "ü"]}}
 
 
 def test_a_child_downloads_nothing(tmp_path: Path) -> None:
-    found = told(tmp_path, "import os; answer(lambda _: {'offline': os.environ.get('HF_HUB_OFFLINE')})")
+    found = reply(tmp_path, "import os; answer(lambda _: {'offline': os.environ.get('HF_HUB_OFFLINE')})")
     assert found == {"offline": "1"}
 
 
@@ -41,7 +41,7 @@ def test_a_child_downloads_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_a_child_that_does_not_answer_is_a_reason(tmp_path: Path, program: str, said: str) -> None:
-    assert said in told(tmp_path, program)["unknown"]
+    assert said in reply(tmp_path, program)["unknown"]
 
 
 def test_a_child_that_hangs_is_killed_with_its_own_children(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_child_that_hangs_is_killed_with_its_own_children(tmp_path: Path) -> N
         f"subprocess.Popen(['sh', '-c', 'echo up > {fifo}; exec 3>{fifo}; kill -STOP $$'])\n"
         "signal.pause()"
     )
-    assert "does not answer within 1 s" in told(tmp_path, program)["unknown"]
+    assert "does not answer within 1 s" in reply(tmp_path, program)["unknown"]
     os.set_blocking(reader, True)
     with os.fdopen(reader) as file:
         assert file.read() in ("up\n", "")

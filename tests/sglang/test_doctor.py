@@ -147,7 +147,7 @@ def test_lines_are_found_and_an_unreadable_line_costs_no_other_check(
 
 
 @pytest.mark.parametrize(
-    ("told", "verdict", "text"),
+    ("reply", "verdict", "text"),
     [
         ({"is_mla": False, "draft": None}, "ok", "SGLang 0.5.23 accepts them"),
         ({"is_mla": True, "draft": None}, "error", "one of 2 ranks writes"),
@@ -156,12 +156,12 @@ def test_lines_are_found_and_an_unreadable_line_costs_no_other_check(
         ({"unknown": "no model"}, "unknown", "no model"),
     ],
 )
-def test_what_sglang_tells_decides(
+def test_what_sglang_replies_decides(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    told: dict[str, Any], verdict: str, text: str,
+    reply: dict[str, Any], verdict: str, text: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(doctor.metadata, "version", lambda _: "0.5.23")
-    monkeypatch.setattr(doctor, "ask", lambda *_: {"version": "0.5.23", **told})
+    monkeypatch.setattr(doctor, "ask", lambda *_: {"version": "0.5.23", **reply})
     reported = found(capsys, *launch(tmp_path))[1]["sglang options"]
     assert (reported["verdict"], text in reported["finding"]) == (verdict, True), reported
 

@@ -73,7 +73,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
 
-def told(line: str, **request: bool) -> dict[str, Any]:
+def reply(line: str, **request: bool) -> dict[str, Any]:
     return doctor_child.examine(shlex.split(line), **request)
 
 
@@ -82,7 +82,7 @@ def told(line: str, **request: bool) -> dict[str, Any]:
 def test_sizes_from_vllms_configuration_are_those_of_its_engine(name: str, tmp_path: Path) -> None:
     folder = save(tmp_path, PLAIN[name])
     tokens = 16 if "kv_lora_rank" in PLAIN[name] else 32
-    found = told(f"{folder} --block-size {tokens} --skip-tokenizer-init")["sizes"]
+    found = reply(f"{folder} --block-size {tokens} --skip-tokenizer-init")["sizes"]
     page, block = stock_sizes(folder, tokens, "auto", "auto")
     assert (found["page_bytes"], found["page_bytes"] * found["pages"]) == (page, block)
 
@@ -102,19 +102,19 @@ def test_sizes_from_vllms_configuration_are_those_of_its_engine(name: str, tmp_p
 def test_sizes_follow_the_ranks_and_dtypes_of_the_line(
     options: str, page: int, pages: int, tmp_path: Path
 ) -> None:
-    found = told(f"{save(tmp_path, QWEN3_8B)} --block-size 32 {options}")["sizes"]
+    found = reply(f"{save(tmp_path, QWEN3_8B)} --block-size 32 {options}")["sizes"]
     assert (found["page_bytes"], found["pages"], found["tokens"]) == (32 * page, pages, 32)
 
 
 @on_vllm
 @pytest.mark.parametrize("name", OTHERS)
 def test_sizes_that_do_not_follow_from_the_configuration_are_unknown(name: str, tmp_path: Path) -> None:
-    assert "depend on" in told(f"{save(tmp_path, OTHERS[name])} --block-size 32")["sizes"]["unknown"]
+    assert "depend on" in reply(f"{save(tmp_path, OTHERS[name])} --block-size 32")["sizes"]["unknown"]
 
 
 @on_vllm
 def test_a_good_line_has_no_problem(tmp_path: Path) -> None:
-    found = told(f"{save(tmp_path, QWEN3_8B)} {OURS} -tp 2 --max-model-len 8k")
+    found = reply(f"{save(tmp_path, QWEN3_8B)} {OURS} -tp 2 --max-model-len 8k")
     assert (found["connector"], found["problems"], found["warnings"]) == ("KVOffloadConnector", [], [])
     assert (found["has_draft"], found["tier_problems"], found["hash_algorithm"]) == (False, [], "sha256")
     assert found["transfer"] == GOOD
@@ -149,12 +149,14 @@ def test_a_good_line_has_no_problem(tmp_path: Path) -> None:
         ("LFM2 OURS --no-enable-prefix-caching", "problems", "in mode none"),
     ],
 )
-def test_what_vllm_refuses_replaces_or_lacks_is_told(line: str, key: str, said: str, tmp_path: Path) -> None:
+def test_what_vllm_refuses_replaces_or_lacks_is_in_the_reply(
+    line: str, key: str, said: str, tmp_path: Path
+) -> None:
     names = {"M": QWEN3_8B, "LFM2": OTHERS["recurrent layers"], "WHISPER": WHISPER}
     for name, config in names.items():
         (folder := tmp_path / name).mkdir()
         line = line.replace(f"{name} ", f"{save(folder, config)} ")
-    found = told(line.replace("OURS", OURS))
+    found = reply(line.replace("OURS", OURS))
     assert said in str(found[key])
     if key == "unknown":
         assert found["transfer"] == GOOD
@@ -168,10 +170,10 @@ def test_what_vllm_refuses_replaces_or_lacks_is_told(line: str, key: str, said: 
         ({"method": "draft_model", "num_speculative_tokens": 2}, True),
     ],
 )
-def test_a_draft_model_is_told(config: dict[str, Any], has_draft: bool, tmp_path: Path) -> None:
+def test_a_draft_model_is_in_the_reply(config: dict[str, Any], has_draft: bool, tmp_path: Path) -> None:
     folder = save(tmp_path, LLAMA_8B)
     config = config if not has_draft else {**config, "model": str(folder)}
-    found = told(f"{folder} {OURS} --block-size 32 --speculative-config '{json.dumps(config)}'")
+    found = reply(f"{folder} {OURS} --block-size 32 --speculative-config '{json.dumps(config)}'")
     assert found["has_draft"] is has_draft
     assert ("a draft model" in found["sizes"].get("unknown", "")) is has_draft
 
@@ -179,8 +181,8 @@ def test_a_draft_model_is_told(config: dict[str, Any], has_draft: bool, tmp_path
 @on_vllm
 def test_options_of_a_program_around_vllm_are_ignored(tmp_path: Path) -> None:
     line = f"--model {save(tmp_path, QWEN3_8B)} --is-prefill-worker --connector none {OURS}"
-    assert "unrecognized" in told(line)["refused"]
-    assert told(line, is_lenient=True)["connector"] == "KVOffloadConnector"
+    assert "unrecognized" in reply(line)["refused"]
+    assert reply(line, is_lenient=True)["connector"] == "KVOffloadConnector"
 
 
 @on_vllm

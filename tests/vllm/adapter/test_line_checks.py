@@ -89,13 +89,13 @@ def test_what_the_text_of_a_line_shows_is_an_error(
         ("vllm serve org/m -sc '{\"model\":\"org/draft\",\"num_speculative_tokens\":3}' OURS", "vLLM is not installed"),
         ("vllm serve org/whisper OURS", "vLLM is not installed"),
         ("vllm serve org/m --config /nowhere/serve.yaml OURS", "serve.yaml cannot be read"),
-        ("vllm serve '$MODEL' -tp '$RANKS_OF_NOBODY' OURS", "$RANKS_OF_NOBODY"),
+        ("vllm serve '$MODEL' -tp '$RANKS_UNSET' OURS", "$RANKS_UNSET"),
     ],
 )  # fmt: skip
 def test_what_only_vllm_can_tell_is_unknown(
     line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("RANKS_OF_NOBODY", raising=False)
+    monkeypatch.delenv("RANKS_UNSET", raising=False)
     verdict, text = options(capsys, line)
     assert (verdict, said in text) == ("unknown", True), text
 
@@ -148,7 +148,7 @@ def test_the_connector_in_a_file_of_config_is_found(
     [
         # what was not read may hold the connector and its settings
         ("vllm serve org/m --config /nowhere.yaml", ("unknown", "unknown")),
-        ("vllm serve org/m '$OPTIONS_OF_NOBODY'", ("unknown", "unknown")),
+        ("vllm serve org/m '$OPTIONS_UNSET'", ("unknown", "unknown")),
         ("vllm serve org/m --kv-transfer-config {broken", ("unknown", "unknown")),
         ("bash start.sh", ("unknown", "unknown")),
         ("vllm serve org/m", ("error", "error")),
@@ -190,7 +190,7 @@ NAMED = {**GOOD, "kv_connector_extra_config": {"host_bytes": "1MiB", "disk_path"
 
 
 @pytest.mark.parametrize(
-    ("told", "transfer", "verdict", "said"),
+    ("reply", "transfer", "verdict", "said"),
     [
         ({}, GOOD, "ok", "vLLM 0.32.0 accepts them"),
         ({"warnings": ["prefix caching is odd"]}, GOOD, "warning", "prefix caching is odd"),
@@ -206,12 +206,12 @@ NAMED = {**GOOD, "kv_connector_extra_config": {"host_bytes": "1MiB", "disk_path"
         ({"values": {"model": "M"}, "problems": ["from vLLM"]}, GOOD, "error", "from vLLM"),
     ],
 )  # fmt: skip
-def test_what_vllm_tells_decides(
-    told: dict[str, Any], transfer: dict[str, Any], verdict: str, said: str,
+def test_what_vllm_replies_decides(
+    reply: dict[str, Any], transfer: dict[str, Any], verdict: str, said: str,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    whole = {**FULL, **told, "transfer": transfer}
-    if "refused" in told or "unknown" in told:
+    whole = {**FULL, **reply, "transfer": transfer}
+    if "refused" in reply or "unknown" in reply:
         del whole["connector"]
     monkeypatch.setattr(line_checks.metadata, "version", lambda _: "0.32.0")
     monkeypatch.setattr(line_checks, "ask", lambda *_: whole)
@@ -220,7 +220,7 @@ def test_what_vllm_tells_decides(
     assert (found["verdict"], said in f"{found['finding']} {found['remedy']}") == (verdict, True), found
 
 
-def test_sizes_and_ranks_that_vllm_tells_are_used(
+def test_sizes_and_ranks_in_vllms_reply_are_used(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = {"page_bytes": 1 << 16, "pages": 4, "tokens": 16, "calculation": "by vLLM"}
@@ -280,14 +280,15 @@ def below(tmp_path: Path, changes: dict[str, Any] | None = None, **tier: object)
     return json.dumps({**whole, **(changes or {})})
 
 
-def of_tier(capsys: pytest.CaptureFixture[str], transfer: str) -> dict[str, Any]:
-    return findings(capsys, "--", "vllm", "serve", "org/m", "--kv-transfer-config", transfer)
+def of_tier(capsys: pytest.CaptureFixture[str], transfer: str, *options: str) -> dict[str, Any]:
+    return findings(capsys, "--", "vllm", "serve", "org/m", *options, "--kv-transfer-config", transfer)
 
 
 def test_the_tier_below_vllms_connector_is_checked_and_no_host_memory_is_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = of_tier(capsys, below(tmp_path, enable_kv_events=True))
+    # what only kvoffload's connector refuses is no problem of the tier
+    found = of_tier(capsys, below(tmp_path, enable_kv_events=True), "-dcp", "2", "--kv-offloading-size", "1")
     assert {one["verdict"] for one in found.values()} <= {"ok", "unknown", "warning"}
     assert found["disk space"]["finding"].startswith("64.0 MiB")
     assert "host memory is vLLM's" in found["vllm connector"]["finding"]
