@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from argparse import ArgumentTypeError
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -140,8 +141,10 @@ def _read(line: Line, name: str, value: Any) -> None:  # noqa: ANN401  # a text,
             line.problems.append(f"{name} has no value")
         else:
             line.values[_attribute(name)] = convert(str(value))
-    except Exception as error:  # argparse's ArgumentTypeError, or ConfigError
-        line.problems.append(f"{name}: {error}" if not isinstance(error, ConfigError) else str(error))
+    except ConfigError as error:
+        line.problems.append(str(error))
+    except ArgumentTypeError as error:
+        line.problems.append(f"{name}: {error}")
 
 
 def _attribute(name: str) -> str:

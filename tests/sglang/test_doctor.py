@@ -88,7 +88,7 @@ def test_each_problem_of_a_command_line_is_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, options: list[str], extra: dict[str, object],
     verdict: str, text: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(doctor.metadata, "version", _lacking)
+    monkeypatch.setattr("importlib.metadata.version", _lacking)
     reported = found(capsys, *launch(tmp_path, *options, **extra))[1]["sglang options"]
     assert (reported["verdict"], text in reported["finding"]) == (verdict, True), reported
 
@@ -113,7 +113,7 @@ def test_latents_that_several_ranks_share_exclude_a_disk(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, config: dict[str, Any], options: list[str],
     tiers: dict[str, Any], verdict: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(doctor.metadata, "version", _lacking)
+    monkeypatch.setattr("importlib.metadata.version", _lacking)
     monkeypatch.setattr(outputs, "unreachable", lambda _: None)
     (tmp_path / "config.json").write_text(json.dumps(config))
     given = {name: value for name, value in {"disk_path": str(tmp_path), **tiers}.items() if value}
@@ -160,7 +160,7 @@ def test_what_sglang_replies_decides(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     reply: dict[str, Any], verdict: str, text: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(doctor.metadata, "version", lambda _: "0.5.23")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.5.23")
     monkeypatch.setattr(doctor, "ask", lambda *_: {"version": "0.5.23", **reply})
     reported = found(capsys, *launch(tmp_path))[1]["sglang options"]
     assert (reported["verdict"], text in reported["finding"]) == (verdict, True), reported

@@ -213,7 +213,7 @@ def test_what_vllm_replies_decides(
     whole = {**FULL, **reply, "transfer": transfer}
     if "refused" in reply or "unknown" in reply:
         del whole["connector"]
-    monkeypatch.setattr(line_checks.metadata, "version", lambda _: "0.32.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.32.0")
     monkeypatch.setattr(line_checks, "ask", lambda *_: whole)
     line = f"vllm serve M --kv-transfer-config '{json.dumps(transfer)}'"
     found = findings(capsys, "--", *shlex.split(line))["vllm options"]
@@ -225,7 +225,7 @@ def test_sizes_and_ranks_in_vllms_reply_are_used(
 ) -> None:
     sizes = {"page_bytes": 1 << 16, "pages": 4, "tokens": 16, "calculation": "by vLLM"}
     values = {"model": "M", "tensor_parallel_size": 2, "kv_cache_memory_bytes": 1 << 20}
-    monkeypatch.setattr(line_checks.metadata, "version", lambda _: "0.32.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.32.0")
     monkeypatch.setattr(line_checks, "ask", lambda *_: {**FULL, "sizes": sizes, "values": values})
     found = findings(capsys, "--", *shlex.split("vllm serve M OURS".replace("OURS", OURS)))
     assert "256.0 KiB a block and rank (by vLLM); 4 blocks fit" in found["model sizes"]["finding"]
@@ -273,7 +273,7 @@ def test_property_any_words_get_their_findings(words: list[str]) -> None:
 TIER = {"type": "KVOffloadTier", "module_path": "kvoffload_vllm.secondary_tier", "disk_bytes": "64MiB"}
 
 
-def below(tmp_path: Path, changes: dict[str, Any] | None = None, **tier: object) -> str:
+def below(tmp_path: Path, changes: dict[str, Any] | None = None, /, **tier: object) -> str:
     entry = {**TIER, "disk_path": str(tmp_path), **tier}
     extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 26, "secondary_tiers": [entry]}
     whole = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -335,7 +335,7 @@ def test_a_tier_needs_its_spec_and_a_vllm_that_has_tiers(
 ) -> None:
     transfer = json.loads(below(tmp_path))
     del transfer["kv_connector_extra_config"]["spec_name"]
-    monkeypatch.setattr(line_checks.metadata, "version", lambda _: "0.32.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "0.32.0")
     monkeypatch.setattr(line_checks, "ask", lambda *_: {"version": "0.32.0", "unknown": "no device"})
     found = of_tier(capsys, json.dumps(transfer))["vllm connector"]["finding"]
     assert "spec_name is None" in found
