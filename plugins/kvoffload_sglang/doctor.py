@@ -27,6 +27,7 @@ COMMANDS = re.compile(
 EXAMPLE = "python -m sglang.launch_server ..., docker run IMAGE ..., or a pod's args"
 
 _RUN = "0.5.23"
+_EXTRA = "hicache_storage_backend_extra_config"
 _ARGS = "add what `kvoffload sglang-args` prints"
 
 
@@ -46,20 +47,41 @@ def read_arguments(args: argparse.Namespace) -> Given:
         options = Check("sglang options", lambda _: unknown("SGLang's options", text))
         return Given(None, Sizes(), (VERSION, options), _parse)
     try:
-        launch = find_launch(args.command_line, COMMANDS, EXAMPLE)
-        line = make_parser().parse_known_args(launch.arguments)[0]
-        extra = _extra(line.extra_config, launch)
+        return _given_by_line(find_launch(args.command_line, COMMANDS, EXAMPLE))
     except ConfigError as error:
         finding = fail(str(error), "correct the command line")
-        unread = unknown("SGLang's command line cannot be read", finding.remedy)
-        return Given(None, Sizes(), (VERSION, Check("sglang options", lambda _: finding)), _parse, unread)
-    reply = _ask(launch)
+        missing = unknown("SGLang's command line cannot be read", finding.remedy)
+        check = Check("sglang options", lambda _: finding)
+        return Given(None, Sizes(), (VERSION, check), _parse, missing)
+
+
+def _given_by_line(launch: Launch) -> Given:
+    """Return what SGLang's command line determines.
+
+    Raises:
+        ConfigError: SGLang's extra config cannot be read.
+    """
+    line, reply = make_parser().parse_known_args(launch.arguments)[0], _ask(launch)
+    values = reply.get("values", {})
+    extra = _extra(values.get(_EXTRA) or line.extra_config, launch)
     if line.enable_dp_attention:  # as in SGLang, the replicas are then only those of attention
         line.attn_dp_size, line.dp_size = line.dp_size or 1, 1
-    line = argparse.Namespace(**vars(line) | reply.get("values", {}))
+    line = argparse.Namespace(**vars(line) | values)
     line.has_latents = reply.get("is_mla", _has_latents(line, launch.local_environ))
-    checks = (VERSION, Check("sglang options", lambda setup: _options(line, extra, reply, setup)))
-    return Given(extra, Sizes(engines=line.dp_size * line.attn_dp_size or 1), checks, _parse)
+    sizes = Sizes(engines=line.dp_size * line.attn_dp_size or 1)
+    missing = None if values else _unread_file(line, reply)
+    if missing is not None and "refused" not in reply:
+        return Given(extra, sizes, (VERSION, Check("sglang options", lambda _: missing)), _parse, missing)
+    check = Check("sglang options", lambda setup: _options(line, extra, reply, setup))
+    return Given(extra, sizes, (VERSION, check), _parse, missing)
+
+
+def _unread_file(line: argparse.Namespace, reply: Mapping[str, Any]) -> Finding | None:
+    """Return a finding about the file that `--config` names, which may contain any option; None without such a file."""
+    if line.config is None:
+        return None
+    reason = reply.get("unknown", "SGLang refuses the command line")
+    return unknown(f"only SGLang reads the file of --config {line.config}: {reason}", reply.get("remedy", ""))
 
 
 def _extra(text: str | None, launch: Launch) -> dict[str, object] | None:
@@ -112,6 +134,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--enable-lora", action="store_true")
     add("--lora-paths", nargs="*")
     add("--load-format", default="auto")
+    add("--config")
     add("--model-path", "--model")
     add("--revision")
     add("--hicache-storage-backend")

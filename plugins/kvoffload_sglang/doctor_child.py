@@ -24,6 +24,7 @@ _VALUES = (
         "lora_paths",
     ),
     *("load_format", "dp_size", "tp_size", "attn_dp_size", "speculative_algorithm"),
+    "hicache_storage_backend_extra_config",
 )
 
 

@@ -23,6 +23,10 @@ _REMEDIES = {
     "unrecognized arguments": "remove what this vLLM does not have",
 }
 """What to do if vLLM refuses a command line, by a part of its message."""
+_REFUSED_SEGMENTS = (
+    "vLLM refuses every KV connector with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    _REMEDIES[_SEGMENTS],
+)
 _REMOVE = f"remove {_OFFLOADING} and --kv-offloading-backend; host_bytes sets kvoffload's host memory"
 _Problem = tuple[str, str]
 """A problem and its remedy."""
@@ -79,7 +83,9 @@ def options_check(
         if "connector" in reply:
             problems += _of_configuration(reply, setup, is_ours=is_ours)
         else:
-            problems += _of_text(line, launch, is_ours=is_ours, is_tier=is_tier)
+            known = _SEGMENTS in reply.get("refused", "")
+            problems += [] if known or not _has_segments(line, launch) else [_REFUSED_SEGMENTS]
+            problems += _of_text(line, is_ours=is_ours, is_tier=is_tier)
             problems += (
                 [(ENCODER_DECODER, "choose another model")] if is_encoder_decoder and not is_tier else []
             )
@@ -130,7 +136,7 @@ def _of_configuration(reply: Mapping[str, Any], setup: Setup, *, is_ours: bool) 
             yield problem, _CORRECT
 
 
-def _of_text(line: Line, launch: Launch, *, is_ours: bool, is_tier: bool) -> Iterator[_Problem]:
+def _of_text(line: Line, *, is_ours: bool, is_tier: bool) -> Iterator[_Problem]:
     values = line.values
     for problem in line.problems:
         yield f"vLLM's command line: {problem}", _CORRECT
@@ -138,11 +144,6 @@ def _of_text(line: Line, launch: Launch, *, is_ours: bool, is_tier: bool) -> Ite
         yield (
             f"with {_OFFLOADING}, vLLM uses its own connector instead of {NAME}, so kvoffload would never run",
             _REMOVE,
-        )
-    if _has_segments(line, launch):
-        yield (
-            "vLLM refuses every KV connector with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            _REMEDIES[_SEGMENTS],
         )
     if is_tier:
         return

@@ -130,6 +130,8 @@ def test_latents_that_several_ranks_share_exclude_a_disk(
         (["bash", "start.sh"], "sglang options", "error", "does not start the engine"),
         (["bash", "start.sh"], "settings", "unknown", "cannot be read"),
         (["sglang", "serve", "--model-path", "s3://x/m"], "sglang options", "error", "no --enable-hierarchical"),
+        (["sglang", "serve", "--config", "x.yaml"], "sglang options", "unknown", "only SGLang reads the file of --config x.yaml"),
+        (["sglang", "serve", "--config", "x.yaml"], "settings", "unknown", "only SGLang reads the file of --config x.yaml"),
         (["sglang", "serve", "--enable-hicache", OPTION, "[1"], "sglang options", "error", OPTION),
         (["docker", "run", "img", "python3", "-m", "sglang.launch_server", "--enable-hicache",
           "--hicache-storage-backend", "file"], "sglang options", "error", "is file, not dynamic"),
@@ -220,6 +222,22 @@ LATENT = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
 }
+
+
+@pytest.mark.sglang
+@pytest.mark.filterwarnings("ignore")
+def test_sglang_reads_the_file_of_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DECODER))
+    extra = json.dumps({**BACKEND, "disk_path": str(tmp_path), "disk_bytes": "1MiB"})
+    lines = [
+        "enable-hierarchical-cache: true",
+        "hicache-storage-backend: dynamic",
+        f"{OPTION[2:]}: '{extra}'",
+    ]
+    (tmp_path / "serve.yaml").write_text("\n".join(lines))
+    line = ["--", "sglang", "serve", "--model-path", str(tmp_path), "--config", str(tmp_path / "serve.yaml")]
+    _, reported = found(capsys, *line)
+    assert {reported[name]["verdict"] for name in ("settings", "sglang options")} == {"ok"}
 
 
 @pytest.mark.sglang

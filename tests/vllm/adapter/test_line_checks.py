@@ -185,8 +185,11 @@ FULL: dict[str, Any] = {
     "sizes": {},
     "warnings": [],
 }
-DISK = {**GOOD, "kv_connector_extra_config": {"host_bytes": "1MiB", "disk_path": "/tmp"}}
-NAMED = {**GOOD, "kv_connector_extra_config": {"host_bytes": "1MiB", "disk_path": "/tmp", "weights_id": "v1"}}
+DISK = {**GOOD, "kv_connector_extra_config": {"host_bytes": "1MiB", "disk_path": "/nowhere/kv"}}
+NAMED = {
+    **GOOD,
+    "kv_connector_extra_config": {"host_bytes": "1MiB", "disk_path": "/nowhere/kv", "weights_id": "v1"},
+}
 
 
 @pytest.mark.parametrize(
