@@ -83,22 +83,46 @@ def _huge_pages(_: Setup) -> Finding:
 
 
 def _host_pool(setup: Setup) -> Finding:
-    block, device = setup.sizes.block_bytes, setup.sizes.device_blocks
-    if not block or not device:
+    sizes, config = setup.sizes, setup.config
+    if not sizes.block_bytes or not sizes.device_blocks:
+        return _host_pool_by_bytes(setup)
+    slots = config.host_bytes // sizes.ranks // sizes.block_bytes
+    ratio = f"{slots:,} blocks on the host, {sizes.device_blocks:,} on the device"
+    if slots == 0:
+        return fail(
+            f"{ratio}: one block takes {size_text(sizes.block_bytes)} on each rank", "raise host_bytes"
+        )
+    return _compared(setup, ratio, slots, sizes.device_blocks, sizes.block_bytes * sizes.device_blocks)
+
+
+def _host_pool_by_bytes(setup: Setup) -> Finding:
+    block, device = setup.sizes.block_bytes, setup.sizes.device_bytes
+    if not device:
         lacking = "give --kv-cache-memory-bytes or --device-blocks" if block else "needs the model sizes"
         return unknown("whether the host holds more blocks than the device", lacking)
-    ranks = setup.sizes.ranks
-    slots = setup.config.host_bytes // ranks // block
-    ratio = f"{slots:,} blocks on the host, {device:,} on the device"
-    if slots == 0:
-        return fail(f"{ratio}: one block takes {size_text(block)} on each rank", "raise host_bytes")
-    if slots < _WORTH * device and setup.config.store_policy != "lazy":
+    host = setup.config.host_bytes // setup.sizes.ranks
+    ratio = f"{size_text(host)} on the host, {size_text(device)} on the device, on each rank (by bytes)"
+    return _compared(setup, ratio, host, device, device)
+
+
+def _compared(setup: Setup, ratio: str, host: int, device: int, device_bytes: int) -> Finding:
+    """Return a finding about the host pool.
+
+    Args:
+        setup: what is known before the start.
+        ratio: the two sizes as text.
+        host: the size of the host pool, in blocks or bytes.
+        device: the size of the device's KV cache, in the same unit.
+        device_bytes: the bytes of the KV cache on one rank.
+    """
+    if host < _WORTH * device and setup.config.store_policy != "lazy":
+        whole = size_text(device_bytes * setup.sizes.ranks)
         return warn(
             f"{ratio}: the host holds little that the device does not hold too",
-            f"raise host_bytes to several times the device's {size_text(block * device * ranks)}, or set store_policy to lazy, "
+            f"raise host_bytes to several times the device's {whole}, or set store_policy to lazy, "
             "which stores only what the device evicts",
         )
-    return ok(f"{ratio}, {slots / device:.1f} times as many")
+    return ok(f"{ratio}, {host / device:.1f} times as many")
 
 
 def _copy_speed(setup: Setup) -> Finding:

@@ -190,6 +190,28 @@ def test_host_pool(
 
 
 @pytest.mark.parametrize(
+    ("device", "policy", "verdict", "text"),
+    [
+        (
+            50 * GIB,
+            "eager",
+            "warning",
+            "512.0 MiB on the host, 50.0 GiB on the device, on each rank (by bytes)",
+        ),
+        (50 * GIB, "lazy", "ok", "0.0 times as many"),
+        (GIB // 4, "eager", "ok", "2.0 times as many"),
+        (None, "eager", "unknown", "whether the host holds more"),
+    ],
+)
+def test_without_a_blocks_size_host_and_device_are_compared_by_bytes(
+    tmp_path: Path, device: int | None, policy: str, verdict: str, text: str
+) -> None:
+    known = setup(host_bytes=GIB, store_policy=policy, sizes=Sizes(2, device_bytes=device))
+    found = ask(memory.CHECKS, "host pool", known, machine(tmp_path))
+    assert (found[0], text in found[1]) == (verdict, True), found
+
+
+@pytest.mark.parametrize(
     ("pages", "verdict", "text"),
     [
         ((2048 * KIB,), "ok", "about 0.85 of"),
