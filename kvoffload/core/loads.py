@@ -160,7 +160,9 @@ class PendingHits:
             return PendingHit(device_tokens, device_tokens, (), MissCause.DEGRADED)
         if state.stall.is_on:
             return PendingHit(device_tokens, device_tokens, (), MissCause.STALLED)
-        limit = record.longest_hit(device_tokens, state.shape)
+        last = record.prompt_tokens - 1
+        is_free = record.limits.load_tokens is None
+        limit = last if is_free else record.longest_hit(device_tokens, state.shape)
         tokens, slots, missing, lacks_state, full_tokens = longest_match(
             state.shape, record.keys, state.pool.index, device_tokens, limit, full_tokens
         )
@@ -168,7 +170,7 @@ class PendingHits:
             record.boundary = full_tokens
         if 0 < tokens - device_tokens < record.least_tokens:
             return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_DECLINED, missing)
-        cause = self._cause(record, tokens, missing, is_limited=limit < record.prompt_tokens - 1)
+        cause = self._cause(record, tokens, missing, is_limited=limit < last)
         if lacks_state and cause is MissCause.NEVER_SEEN:
             cause = MissCause.NO_STATE
         return _hit((device_tokens, tokens, slots, cause, missing))
