@@ -4,7 +4,7 @@
                 │                           └─ nothing to load, or the host lacks some of it ─▶ _answer
                 └─ looked up again, the request ended, a reset: dropped
 
-`PendingHits.lookup` searches (`match.longest_match`), pins the slots it finds and keeps the answer in the request's
+`Lookups.lookup` searches (`match.longest_match`), pins the slots it finds and keeps the answer in the request's
 record (R1). The matching allocation takes the answer (`take`); a repeated lookup, the request's end or a reset drops it
 (`drop`). Every load that the engine waits for gets exactly one result (`_answer`). After a failure, the engine
 recomputes the tokens. Memory is released later, when every rank has ended its copy (`ended`).
@@ -44,7 +44,7 @@ _Copies = tuple[list[SlotId], list[DeviceBlockId]]
 _hit = from_fields(PendingHit)
 
 
-class PendingHits:
+class Lookups:
     """Answers lookups. The only writer of `RequestRecord.hit` and `boundary`."""
 
     def __init__(self, state: CoreState, in_flight: InFlight, lower_tiers: LowerTiers) -> None:
@@ -202,7 +202,7 @@ class Loads:
         planner: the store planner, called after each successful load.
     """
 
-    def __init__(self, state: CoreState, hits: PendingHits, planner: StorePlanner) -> None:
+    def __init__(self, state: CoreState, hits: Lookups, planner: StorePlanner) -> None:
         self._state = state
         self._hits = hits
         self._planner = planner
