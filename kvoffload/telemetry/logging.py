@@ -16,6 +16,7 @@ from kvoffload.model.events import (
     JobAbandoned,
     LoadEnded,
     NetBenefitTurned,
+    PrefixExceedsHost,
     ResetEnded,
     ResetStarted,
     StoreEnded,
@@ -37,6 +38,7 @@ _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     FactRejected: ("warning", "fact_rejected"),
     CopiesStalled: ("error", "copies_stalled"),
     CopiesResumed: ("info", "copies_resumed"),
+    PrefixExceedsHost: ("warning", "prefix_exceeds_host"),
     ResetStarted: ("info", "reset_started"),
     ResetEnded: ("info", "reset_ended"),
     NetBenefitTurned: ("warning", "net_benefit_negative"),
@@ -122,6 +124,9 @@ class LogObserver:
                 keys["note"] = "further ones are only counted"
             case CopiesStalled():
                 keys["note"] = "no new copy is started until some of the abandoned ones have ended"
+            case PrefixExceedsHost():
+                keys["note"] = "of such prefixes the engine fetches only the head; this is logged once"
+                keys["remedy"] = "raise host_bytes"
             case NetBenefitTurned():
                 keys = {"net_s": round(event.net_s, 3), "period_s": round(event.period_s, 3)}
                 if event.is_negative:
