@@ -12,10 +12,10 @@ like any other.
 
 All open fetches together fill at most a quarter of the host. A longer prefix is fetched in rounds: each lookup plans
 the next round after the last one has arrived, until the host has the prefix or lacks room. A round after a request's
-first one fills at most an eighth of the host, so that other requests can fetch, too. Between rounds, the prefix's
-blocks are held on the host, so that no block is read twice. Rounds take slots that are not pinned, filling or held, and
-each round leaves a quarter of them to other requests. Of a prefix that is longer than the host, only the head is
-fetched, and the rest is computed; the first such prefix is reported.
+first one fills at most an eighth of the host, and leaves an eighth of the host to other requests, so that they can
+fetch and store, too. Between rounds, the prefix's blocks are held on the host, so that no block is read twice. Of a
+prefix that is longer than the host, only the head is fetched, and the rest is computed; the first such prefix is
+reported.
 
 After a failed fetch, no other fetch is planned for the requests that waited for it.
 
@@ -474,21 +474,32 @@ class LowerTiers:
             return False
         if record.asks_tiers:
             self._fetch(record, found)
+        job = self._awaited(record, found)
+        if job is None:
+            return False
+        record.awaits_fetch = job.id, found.tokens
+        if not record.held:
+            state.retention.keep(record, found.host_slots)
+        return True
+
+    def _awaited(self, record: RequestRecord, found: _Found) -> Fetch | None:
+        """Return the fetch that a request should wait for, or None if no fetch can help the request.
+
+        This is the last of the fetches that copy the `found` blocks. If there are none, because other requests' fetches
+        leave no room for the request's next round, it is the oldest open fetch.
+        """
         on_way = self._in_flight.keys
-        # A dict instead of a set keeps the order. Lookups wait for the last job.
+        # A dict instead of a set keeps the order.
         jobs = dict.fromkeys([on_way[key] for key, *_ in found.blocks if key in on_way])
         fetches = [job for job in jobs if isinstance(job, Fetch)]
         for job in fetches:
             job.wanted[record] = None
-        if not fetches and record.fetched_blocks and record.asks_tiers:
-            # Other requests' fetches leave no room for the next round.
-            is_open = [job for job in state.jobs.open.values() if isinstance(job, Fetch) and not job.settled]
-            fetches = is_open[:1]
         if fetches:
-            record.awaits_fetch = fetches[-1].id, found.tokens
-            if not record.held:
-                state.retention.keep(record, found.host_slots)
-        return bool(fetches)
+            return fetches[-1]
+        if not (record.fetched_blocks and record.asks_tiers):
+            return None
+        opened = self._state.jobs.open.values()
+        return next((job for job in opened if isinstance(job, Fetch) and not job.settled), None)
 
     def is_awaited(self, record: RequestRecord, device_tokens: int) -> bool:
         """Return whether a request still waits for a fetch that adds tokens to the device's hit.
@@ -583,12 +594,14 @@ class LowerTiers:
     def _room(self, record: RequestRecord, on_host: Sequence[SlotId]) -> int:
         """Return how many blocks may be fetched for a request without evicting the `on_host` slots of its prefix.
 
-        A quarter of the slots that could be evicted is left to other requests. Over its life, a request fetches no
-        more blocks than the host has slots.
+        Rounds after the first one leave an eighth of the host to other requests, if there are any. Over its life, a
+        request fetches no more blocks than the host has slots.
         """
         pool = self._state.pool
         unused = pool.room - pool.count_evictable(on_host)
-        return min(unused - unused // 4, pool.capacity - record.fetched_blocks)
+        if record.fetched_blocks and len(self._state.requests.live) > 1:
+            unused -= pool.capacity // 8
+        return min(unused, pool.capacity - record.fetched_blocks)
 
     def _fetch(self, record: RequestRecord, found: _Found) -> None:
         """Plan the next round of fetches: the first of the `found` blocks that are not in flight.

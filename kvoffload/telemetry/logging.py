@@ -45,6 +45,15 @@ _LOGGED: Mapping[type[Event], tuple[str, str]] = {
 }
 """The classes of events that may be logged, each with the level and the name of the log line."""
 
+_NOTES: Mapping[type[Event], Mapping[str, str]] = {
+    CopiesStalled: {"note": "no new copy is started until some of the abandoned ones have ended"},
+    PrefixExceedsHost: {
+        "note": "of such prefixes only the head is fetched from lower tiers; this is logged once",
+        "remedy": "raise host_bytes",
+    },
+}
+"""Further fields of log lines."""
+
 _OUTCOMES = LoadEnded | StoreEnded | TierCopyEnded
 _FAILURES = {
     *(LoadOutcome.FAILED, LoadOutcome.CORRUPT),
@@ -122,17 +131,14 @@ class LogObserver:
                 if self._violations.due(event.cause) is None:
                     return
                 keys["note"] = "further ones are only counted"
-            case CopiesStalled():
-                keys["note"] = "no new copy is started until some of the abandoned ones have ended"
-            case PrefixExceedsHost():
-                keys["note"] = "of such prefixes the engine fetches only the head; this is logged once"
-                keys["remedy"] = "raise host_bytes"
             case NetBenefitTurned():
                 keys = {"net_s": round(event.net_s, 3), "period_s": round(event.period_s, 3)}
                 if event.is_negative:
                     keys["remedy"] = 'set min_load_tokens to "auto"'
                 else:
                     level, name = "info", "net_benefit_positive"
+            case _:
+                keys |= _NOTES.get(type(event), {})
         getattr(self._log, level)(name, **keys)
 
 
