@@ -125,6 +125,25 @@ def _compared(setup: Setup, ratio: str, host: int, device: int, device_bytes: in
     return ok(f"{ratio}, {host / device:.1f} times as many")
 
 
+def _longest_prefix(setup: Setup) -> Finding | None:
+    """Compare the host with the longest prompt, which takes at most all blocks of the device."""
+    block, device, config = setup.sizes.block_bytes, setup.sizes.device_blocks, setup.config
+    if not (block and device) or (config.disk_path is None and config.remote_url is None):
+        return None
+    slots = config.host_bytes // setup.sizes.ranks // block
+    if not slots:
+        return None  # "host pool" has reported this, or `host_bytes` is not known.
+    if slots >= device:
+        return ok(
+            "any prompt that fits the device fits host memory, through which blocks of lower tiers pass"
+        )
+    return warn(
+        f"of a prompt with more than {slots:,} blocks, disk and remote tier give back only the first {slots:,}, because "
+        "blocks pass through host memory",
+        f"raise host_bytes above the longest prompt's KV, with {size_text(block * setup.sizes.ranks)} for each block",
+    )
+
+
 def _copy_speed(setup: Setup) -> Finding:
     # Each page is copied separately, so every page has the same weight in the median.
     pages = setup.sizes.page_bytes
@@ -178,8 +197,10 @@ SIZED = (
     Check("host pool", _host_pool),
 )
 """The checks that need `host_bytes`."""
+LONGEST_PREFIX = Check("longest prefix", _longest_prefix)
 CHECKS = (
     *SIZED,
+    LONGEST_PREFIX,
     Check("swap", _swap),
     Check("huge pages", _huge_pages),
 )

@@ -65,7 +65,8 @@ class RequestRecord(Struct, eq=False):
         confirmed_tokens: how many tokens, from the start of the prompt, are known to have KV in the block table.
         offered: per group, the first position not offered yet. The planners write it.
         waiting: the block positions whose offers wait for a decision.
-        held: slots that the request stored or loaded, in that order; `Retention` keeps them from eviction.
+        held: slots that the request stored or loaded, in that order, or that its lookups wait with for a fetch;
+            `Retention` keeps them from eviction.
         held_to: the first token of the last block that a store added to `held`.
         shares: True if `held` lacks some blocks that the request used, because another request stored them, or if
             `held` lists a tail before its head. `Retention` writes it.

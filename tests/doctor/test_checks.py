@@ -189,6 +189,27 @@ def test_host_pool(
     assert text in found[1]
 
 
+ON_DISK = {"disk_path": Path("disk"), "disk_bytes": GIB}
+
+
+@pytest.mark.parametrize(
+    ("tier", "host", "device", "expected"),
+    [
+        ({}, 8 * GIB, 5, ""),
+        (ON_DISK, 8 * GIB, None, ""),
+        (ON_DISK, GIB, 5, ""),
+        (ON_DISK, 8 * GIB, 4, "ok: "),
+        (ON_DISK, 8 * GIB, 5, "warning: of a prompt with more than 4 blocks, disk and remote tier"),
+        ({"remote_url": "s3://bucket/prefix"}, 8 * GIB, 5, "warning: of a prompt with more than 4 blocks"),
+    ],
+)
+def test_longest_prefix(tier: dict[str, object], host: int, device: int | None, expected: str) -> None:
+    known = setup(host_bytes=host, sizes=Sizes(2, GIB, (), device), **tier)
+    found = run_checks([memory.LONGEST_PREFIX], known)
+    assert "".join([f"{one.verdict}: {one.text}" for one in found]).startswith(expected)
+    assert bool(found) is bool(expected)
+
+
 @pytest.mark.parametrize(
     ("device", "policy", "verdict", "text"),
     [
