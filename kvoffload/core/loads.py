@@ -4,7 +4,7 @@
                 │                           └─ nothing to load, or the host lacks some of it ─▶ _answer
                 └─ looked up again, the request ended, a reset: dropped
 
-`PendingHits.lookup` searches (`match.longest_match`), pins the slots it finds and keeps the answer in the request's
+`Lookups.lookup` searches (`match.longest_match`), pins the slots it finds and keeps the answer in the request's
 record (R1). The matching allocation takes the answer (`take`); a repeated lookup, the request's end or a reset drops it
 (`drop`). Every load that the engine waits for gets exactly one result (`_answer`). After a failure, the engine
 recomputes the tokens. Memory is released later, when every rank has ended its copy (`ended`).
@@ -44,7 +44,7 @@ _Copies = tuple[list[SlotId], list[DeviceBlockId]]
 _hit = from_fields(PendingHit)
 
 
-class PendingHits:
+class Lookups:
     """Answers lookups. The only writer of `RequestRecord.hit` and `boundary`."""
 
     def __init__(self, state: CoreState, in_flight: InFlight, lower_tiers: LowerTiers) -> None:
@@ -161,7 +161,9 @@ class PendingHits:
             return PendingHit(device_tokens, device_tokens, (), MissCause.DEGRADED)
         if state.stall.is_on:
             return PendingHit(device_tokens, device_tokens, (), MissCause.STALLED)
-        limit = record.longest_hit(device_tokens, state.shape)
+        last = record.prompt_tokens - 1
+        is_free = record.limits.load_tokens is None
+        limit = last if is_free else record.longest_hit(device_tokens, state.shape)
         tokens, slots, missing, lacks_state, full_tokens = longest_match(
             state.shape, record.keys, state.pool.index, device_tokens, limit, full_tokens
         )
@@ -169,7 +171,7 @@ class PendingHits:
             record.boundary = full_tokens
         if 0 < tokens - device_tokens < record.least_tokens:
             return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_DECLINED, missing)
-        cause = self._cause(record, tokens, missing, is_limited=limit < record.prompt_tokens - 1)
+        cause = self._cause(record, tokens, missing, is_limited=limit < last)
         if lacks_state and cause is MissCause.NEVER_SEEN:
             cause = MissCause.NO_STATE
         return _hit((device_tokens, tokens, slots, cause, missing))
@@ -201,7 +203,7 @@ class Loads:
         planner: the store planner, called after each successful load.
     """
 
-    def __init__(self, state: CoreState, hits: PendingHits, planner: StorePlanner) -> None:
+    def __init__(self, state: CoreState, hits: Lookups, planner: StorePlanner) -> None:
         self._state = state
         self._hits = hits
         self._planner = planner

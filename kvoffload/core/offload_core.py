@@ -11,7 +11,7 @@ from typing import Any
 
 from kvoffload.core.audit import audit
 from kvoffload.core.jobs import DeviceJob, Failure, Load, Offer
-from kvoffload.core.loads import Loads, PendingHits
+from kvoffload.core.loads import Loads, Lookups
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
 from kvoffload.core.planners import make_planner
 from kvoffload.core.request import RequestRecord
@@ -42,7 +42,7 @@ class OffloadCore:
         self.lower_tiers = LowerTiers(self.state, self.stores)
         """Handles facts about the tiers below the host, and decides which blocks are copied to and from them."""
         self._planner = make_planner(self.state, self.stores)
-        self._hits = PendingHits(self.state, self.stores.in_flight, self.lower_tiers)
+        self._hits = Lookups(self.state, self.stores.in_flight, self.lower_tiers)
         self._loads = Loads(self.state, self._hits, self._planner)
         self.take_results = self._loads.take_results
         self._least_tokens = policy.min_load_tokens

@@ -60,14 +60,15 @@ class RequestRecord(Struct, eq=False):
         incarnation: identifies the request's block table. Jobs and offers made for an earlier table do not change the
             record.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
-        hit: the answer to the last lookup, with pinned slots, until an allocation takes it. `PendingHits` writes it.
+        hit: the answer to the last lookup, with pinned slots, until an allocation takes it. `Lookups` writes it.
         loading: the slots of the request's open load, for which other requests may wait. `Requests` writes it.
         found_tokens: the length of the device's own hit in tokens.
         loaded_tokens: the length in tokens of the prefix found on the device and then loaded from the host.
         confirmed_tokens: how many tokens, from the start of the prompt, are known to have KV in the block table.
         offered: per group, the first position not offered yet. The planners write it.
         waiting: the block positions whose offers wait for a decision.
-        held: slots that the request stored or loaded, in that order; `Retention` keeps them from eviction.
+        held: slots that the request stored or loaded, in that order, or that its lookups wait with for a fetch;
+            `Retention` keeps them from eviction.
         held_to: the first token of the last block that a store added to `held`.
         shares: True if `held` lacks some blocks that the request used, because another request stored them, or if
             `held` lists a tail before its head. `Retention` writes it.
@@ -80,7 +81,7 @@ class RequestRecord(Struct, eq=False):
         may_store: False if any of the request's blocks was computed before the last reset.
         least_tokens: hits shorter than this are recomputed. The first lookup sets this value; it is 0 until then.
         boundary: the number of tokens after which the engine should hand off a recurrent state, because the last lookup
-            could not use a longer prefix without this state; 0 for none. `PendingHits` writes it.
+            could not use a longer prefix without this state; 0 for none. `Lookups` writes it.
         fetched_blocks: how many blocks were fetched from lower tiers for this request.
         fetched_from: the tier from which each of these blocks was fetched since the request last had a block table.
         asks_tiers: False after one of the request's fetches has failed. From then on its lookups plan no fetch.

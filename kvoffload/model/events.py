@@ -196,6 +196,20 @@ class TierCopyEnded(Event, frozen=True):
     tier: Tier = Tier.DISK
 
 
+class PrefixExceedsHost(Event, frozen=True):
+    """A prefix on the lower tiers has more blocks than the host has slots. Only the first such prefix is reported.
+
+    Args:
+        request: the request.
+        blocks: how many of the prefix's blocks the device lacks.
+        slots: how many slots the host has.
+    """
+
+    request: RequestId
+    blocks: int
+    slots: int
+
+
 class JobAbandoned(Event, frozen=True):
     """A copy did not end in time. Until the copy ends, its device blocks stay leased. Its slots are not used again."""
 

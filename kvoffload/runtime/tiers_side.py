@@ -114,7 +114,7 @@ class TiersSide:
             self._remote = RemoteCatalog(remote, ranks, portal, now, config.remote_timeout_s, key)
             self._catalogs["remote"] = self._remote
         self._tiers = core.lower_tiers
-        self._core = state
+        self._state = state
         self._jobs = state.jobs
         self._faults = faults
         self._now = now
@@ -136,8 +136,8 @@ class TiersSide:
 
     def ask(self) -> None:
         """Send the core's queries to the remote tier."""
-        if self._remote is not None and self._core.remote is not None:
-            for request, keys in self._faults.ask("seen", self._core.remote.take_asks, list[Ask]()):
+        if self._remote is not None and self._state.remote is not None:
+            for request, keys in self._faults.ask("seen", self._state.remote.take_asks, list[Ask]()):
                 self._remote.ask(request, keys)
 
     def take_facts(self, now: float) -> list[facts.Fact]:
@@ -182,8 +182,8 @@ class TiersSide:
 
     def record(self) -> None:
         """Pass the core's records to the disk's index."""
-        if self.disk is not None and self._core.disk is not None:
-            records = self._faults.ask("disk", self._core.disk.take_records, list[DiskRecord]())
+        if self.disk is not None and self._state.disk is not None:
+            records = self._faults.ask("disk", self._state.disk.take_records, list[DiskRecord]())
             if records:
                 self.disk.append(records)
 

@@ -34,9 +34,9 @@ class LimitReader:
     def __init__(self) -> None:
         self._warned: set[str] = set()
 
-    def read(self, params: Mapping[str, Any] | None) -> Limits:
+    def read(self, params: Mapping[str, Any]) -> Limits:
         """Return the limits in a request's `kv_transfer_params`."""
-        if not params or _ALLOWED.keys().isdisjoint(params):
+        if _ALLOWED.keys().isdisjoint(params):
             return NO_LIMITS
         tokens = {name: self._tokens(params, name) for name in ("max_load_tokens", "max_offload_tokens")}
         return Limits(tokens["max_load_tokens"], tokens["max_offload_tokens"], self._tiers(params))

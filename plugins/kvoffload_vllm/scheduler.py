@@ -95,7 +95,8 @@ class VllmScheduler:
         known = self._keys.keys(hashes, 0)
         lasts = self._identification is None or persists(request)
         parent = tracked.trace_parent if self.offload.observation.spans is not None else None
-        limits = self._limits.read(request.kv_transfer_params)
+        params = request.kv_transfer_params
+        limits = self._limits.read(params) if params else facts.NO_LIMITS
         fact = facts.RequestSeen(request.request_id, request.num_tokens, known, reads, lasts, limits, parent)
         self.offload.seen(fact, partial(_output_tokens, request))
         return tracked

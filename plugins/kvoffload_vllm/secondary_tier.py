@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -313,13 +313,18 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # as above
 
 def _check(vllm_config: VllmConfig, config: OffloadConfig) -> None:
     problems = find_problems(vllm_config, has_identity=config.weights_id is not None)
+    problems += lora_problems(vllm_config)
+    if problems:
+        raise ConfigError(problems)
+
+
+def lora_problems(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield a problem if LoRA is on. The doctor also calls this function."""
     if vllm_config.lora_config is not None:
-        problems.append(
+        yield (
             "vLLM does not report to a tier which requests use LoRA, and its hashes do not distinguish an adapter from a "
             "later one of the same name; use KVOffloadConnector"
         )
-    if problems:
-        raise ConfigError(problems)
 
 
 def _config_of_caller() -> VllmConfig:

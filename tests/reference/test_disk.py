@@ -97,6 +97,20 @@ def test_r18_the_next_engine_finds_all_put_blocks(start: StartEngine, kind: str,
         assert made.count("load_blocks", "loaded") > 0
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_next_engine_reads_each_block_of_a_prefix_longer_than_half_of_the_host_once(
+    start: StartEngine, ranks: int
+) -> None:
+    prompt = text(1, 29 * BLOCK + 1)
+    writes_all = {"disk_min_hits": 0}
+    start(ranks=ranks, extra=writes_all).run(prompt, 1)
+    start(folder="another")
+    made = start(ranks=ranks, extra=writes_all)
+    made.run(prompt, 1)
+    assert copied(made, Direction.LOAD) == made.count("load_blocks", "loaded") == 29
+    made.assert_clean()
+
+
 def key_file(path: Path) -> dict[str, object]:
     """Write a key file, with a key made from its name; return the setting that names the file."""
     path.touch(mode=0o600)

@@ -41,8 +41,8 @@ def test_only_a_non_negative_integer_limits_tokens(value: object) -> None:
     assert (limits.load_tokens, limits.store_tokens) == (None, None)
 
 
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}])
-def test_a_request_without_limits_has_none(params: dict[str, Any] | None) -> None:
+@pytest.mark.parametrize("params", [{}, {"do_remote_prefill": True}])
+def test_a_request_without_limits_has_none(params: dict[str, Any]) -> None:
     assert LimitReader().read(params) is NO_LIMITS
 
 
