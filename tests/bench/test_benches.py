@@ -22,7 +22,8 @@ from tests.bench.__main__ import main
 from tests.bench.copy_rig import Rig, WrongBytes
 from tests.bench.disk_opening import opening
 from tests.bench.lines import HEADLINES, line, median_interval
-from tests.bench.trace import CoreEngine, PaperEngine, Tiers, play, read_trace
+from tests.bench.trace import CoreEngine, PaperEngine, Tiers, play
+from tests.bench.trace_file import read_trace
 
 COPIES = "--copies-only --mib 1 --block-kib 64 --repeats 2"
 PAGE = 4096
@@ -124,7 +125,8 @@ def test_wrong_bytes_from_the_disk_are_not_timed(
 
 
 @pytest.mark.full
-def test_the_core_finds_the_tokens_of_a_trace_that_the_simple_model_finds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [16, 512])
+def test_the_core_finds_the_tokens_of_a_trace_that_the_simple_model_finds(tmp_path: Path, block: int) -> None:
     draws, path, new = random.Random(1), tmp_path / "trace.jsonl", iter(range(1, 10_000))
     talks = [[0] for _ in range(12)]
     rows = []
@@ -133,12 +135,13 @@ def test_the_core_finds_the_tokens_of_a_trace_that_the_simple_model_finds(tmp_pa
         talk += [next(new) for _ in range(draws.randint(1, 2))]
         if len(talk) > 9:
             del talk[1:]
-        tokens = 512 * len(talk) - draws.randint(0, 511)
+        tokens = block * len(talk) - draws.randrange(block)
         rows.append({"timestamp": 100 * at, "input_length": tokens, "hash_ids": talk.copy()})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts = list(read_trace(path))
+    trace = read_trace(path)
+    assert trace.block_tokens == block
     for tiers in (Tiers("host", 400), Tiers("host, store of all", 400, 0, 0)):
-        paper, core = (play(kind, tiers, prompts, 3) for kind in (PaperEngine, CoreEngine))
+        paper, core = (play(kind, tiers, trace, 3) for kind in (PaperEngine, CoreEngine))
         assert paper["hit"] == core["hit"] > 0
         assert (paper["asked"], paper["put"]) == (core["asked"], core["put"])
     assert main(["trace", "--trace", str(path), "--engines", "2"]) == 0

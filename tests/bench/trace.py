@@ -1,8 +1,8 @@
 """Counts how many prompt tokens of a production trace each tier finds, with a simple model and with the real
 core.
 
-A trace is a file of JSON lines with `timestamp` (milliseconds), `input_length` (tokens) and `hash_ids`, one
-hash for each 512 tokens of the prompt. Equal hashes mean equal prefixes. Mooncake publishes such traces.
+A trace is a file of JSON lines with `timestamp`, `input_length` (tokens) and `hash_ids`, one hash for each block of
+the prompt's tokens. Mooncake and Qwen-Bailian publish such traces.
 
 In the simple model, a tier is a table of keys in the order of use. The real core gets the same requests with the
 same capacities; its copies end at once and copy nothing. A trace has the keys of an answer only if a later prompt
@@ -12,7 +12,6 @@ contains the answer.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,40 +20,27 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvoffload.checks.options import positive
-from kvoffload.cli.exits import CommandError
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
-from kvoffload.model.ids import BlockKey, GroupId, Rank, RequestId, SlotId
+from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
 from kvoffload.model.wire import AnyJob, Direction, JobReport, Tier, TransferReport
 from tests.bench.engineless import CountedBlocks
 from tests.bench.lines import Line
 from tests.bench.results import add_output_arguments, give_out
-from tests.keys import block_key
+from tests.bench.trace_file import GROUP, SECONDS_IN, Prompt, Trace, read_trace
 
-BLOCK_TOKENS = 512
 _BATCH = 64  # the most keys that one call to the remote tier reads or writes
-_GROUP = GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK_TOKENS)
-_DEVICE_BLOCKS = 4096
+_DEVICE_TOKENS = 2**21
+_CONVERSATION_TOKENS = 1024  # prompts that begin with the same tokens belong to one conversation
 # The most engines and requests for the real core, which is slower than the simple model.
 _CORE_ENGINES, _CORE_REQUESTS = 64, 4000
 _MANY = 1000
 _GBIT = 1e9 / 8
 _SPEEDS = (10, 25, 100, 400)
-
-
-class Prompt(NamedTuple):
-    at_s: float
-    tokens: int
-    keys: tuple[BlockKey, ...]
-
-    @property
-    def most_blocks(self) -> int:
-        """The most blocks that a hit can have, because the engine must compute at least one token."""
-        return (self.tokens - 1) // BLOCK_TOKENS
 
 
 class Tiers(NamedTuple):
@@ -74,8 +60,13 @@ class Tiers(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trace", type=Path, required=True, metavar="FILE", help="JSON lines")
+    parser.add_argument(
+        "--trace", type=Path, required=True, metavar="FILE", help="JSON lines, may be gzipped"
+    )
     number = partial(parser.add_argument, type=positive)
+    number("--block-tokens", help="the tokens of a hash (default: what the trace's hashes and lengths allow)")
+    unit = "of timestamps (default: ms, if that is plausible)"
+    parser.add_argument("--time-unit", choices=SECONDS_IN, help=unit)
     engines = f"on paper, and up to {_CORE_ENGINES} of them with the real core (default 8 64 1000)"
     number("--engines", nargs="+", default=[8, 64, 1000], help=engines)
     number("--host-gib", default=256, help="host memory of an engine (default 256)")
@@ -86,47 +77,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    prompts = list(read_trace(args.trace))
-    if not prompts:
-        raise CommandError(f"{args.trace} has no requests")
+    trace = read_trace(args.trace, args.block_tokens, args.time_unit)
+    prompts = trace.prompts
     method = (
-        f"{len(prompts)} requests of a trace over {prompts[-1].at_s:.0f} s, spread over the engines: in turn, or by the prompt's second "
-        f"block, so that a conversation stays where it is (sticky). {args.host_gib} GiB of host memory, {args.disk_gib} GiB of disk, a "
+        f"{len(prompts)} requests of a trace over {prompts[-1].at_s - prompts[0].at_s:.0f} s, in blocks of {trace.block_tokens} tokens, "
+        f"spread over the engines: in turn, or by the prompt's first {_CONVERSATION_TOKENS} tokens, so that a conversation stays where it "
+        f"is (sticky). {args.host_gib} GiB of host memory, {args.disk_gib} GiB of disk, a "
         f"store without bound; {args.kv_bytes} bytes of KV a token, {args.prefill} tokens/s of prefill, both assumed. Hits are tokens of "
         "prompts that need not be computed; the device's own cache counts as the host's."
     )
-    return give_out("trace", args, method, _measure(args, prompts))
+    return give_out("trace", args, method, _measure(args, trace))
 
 
-def read_trace(path: Path) -> Iterator[Prompt]:
-    """Yield the requests of a trace.
-
-    Raises:
-        CommandError: the file cannot be read, or is not a trace.
-    """
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                try:
-                    row = json.loads(text)
-                    tokens, ids = int(row["input_length"]), row["hash_ids"]
-                    keys = [
-                        block_key(b"%032x" % each, _GROUP.group) for each in ids[: tokens // BLOCK_TOKENS]
-                    ]
-                    yield Prompt(row["timestamp"] / 1000, tokens, tuple(keys))
-                except (ValueError, KeyError, TypeError) as error:
-                    raise CommandError(f"{path}, line {number}: no request of a trace ({error!r})") from error
-    except OSError as error:
-        raise CommandError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
-def route(prompts: Sequence[Prompt], engines: int, *, is_sticky: bool) -> list[int]:
+def route(trace: Trace, engines: int, *, is_sticky: bool) -> list[int]:
     places: dict[BlockKey, int] = {}
+    last = max(_CONVERSATION_TOKENS // trace.block_tokens, 1) - 1
     return [
-        places.setdefault(prompt.keys[1], number % engines)
-        if is_sticky and len(prompt.keys) > 1
+        places.setdefault(prompt.keys[last], number % engines)
+        if is_sticky and len(prompt.keys) > last
         else number % engines
-        for number, prompt in enumerate(prompts)
+        for number, prompt in enumerate(trace.prompts)
     ]
 
 
@@ -139,9 +109,11 @@ class PaperEngine:
     Args:
         tiers: the engine's tiers.
         store: the keys in the remote tier, which all engines share.
+        block_tokens: the tokens of a block.
     """
 
-    def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
+    def __init__(self, tiers: Tiers, store: set[BlockKey], block_tokens: int) -> None:
+        self._block_tokens = block_tokens
         self._tiers = tiers
         self._store = store
         # The number of hits of each block on the host, the least recently used block first.
@@ -155,7 +127,7 @@ class PaperEngine:
         asked = [key for key in prompt.keys if key not in self._host and key not in self._disk]
         count["asked"] += len(asked) if self._tiers.share_after is not None else 0
         fetched = 0
-        for key in prompt.keys[: prompt.most_blocks]:
+        for key in prompt.keys[: (prompt.tokens - 1) // self._block_tokens]:  # one token must be computed
             if key in self._host:
                 self._host[key] += 1
             elif key in self._disk:
@@ -166,7 +138,7 @@ class PaperEngine:
                 break
             found += 1
         count["tokens"] += prompt.tokens
-        count["hit"] += found * BLOCK_TOKENS
+        count["hit"] += found * self._block_tokens
         count["fetched"] += fetched
         count["fetches"] += -(-fetched // _BATCH)
         self._keep(prompt.keys, found)
@@ -205,14 +177,16 @@ class CoreEngine:
     Args:
         tiers: the engine's tiers.
         store: the keys in the remote tier, which all engines share.
+        block_tokens: the tokens of a block.
     """
 
-    def __init__(self, tiers: Tiers, store: set[BlockKey]) -> None:
+    def __init__(self, tiers: Tiers, store: set[BlockKey], block_tokens: int) -> None:
         self._store = store
-        self._device = CountedBlocks(_DEVICE_BLOCKS)
-        shape = EngineShape(
-            (_GROUP,), ranks=1, device_blocks=_DEVICE_BLOCKS, step_tokens=_DEVICE_BLOCKS * BLOCK_TOKENS
-        )
+        self._block_tokens = block_tokens
+        device_blocks = -(-_DEVICE_TOKENS // block_tokens)
+        self._device = CountedBlocks(device_blocks)
+        group = GroupSpec(GROUP, AttentionKind.FULL, block_tokens)
+        shape = EngineShape((group,), ranks=1, device_blocks=device_blocks, step_tokens=_DEVICE_TOKENS)
         policy = Policy(disk_min_hits=1 if tiers.disk else None, remote_min_hits=tiers.share_after)
         self._core = OffloadCore(shape, policy, self._device)
         self._works = tiers.share_after is not None
@@ -234,7 +208,7 @@ class CoreEngine:
         self._answer()
         while (hit := core.lookup(name, 0, may_wait=True)) is None:
             self._step()
-        table = self._device.take(-(-prompt.tokens // BLOCK_TOKENS))
+        table = self._device.take(-(-prompt.tokens // self._block_tokens))
         core.blocks_allocated(facts.BlocksAllocated(name, (table,), 0, hit))
         self._device.keys.update(zip(table, prompt.keys, strict=False))
         self._step()
@@ -285,7 +259,7 @@ class CoreEngine:
 def play(
     kind: type[PaperEngine | CoreEngine],
     tiers: Tiers,
-    prompts: Sequence[Prompt],
+    trace: Trace,
     engines: int,
     *,
     is_sticky: bool = False,
@@ -293,17 +267,17 @@ def play(
     """Run the requests on `engines` engines, and return the sums of all engines' counts."""
     store: set[BlockKey] = set()
     all_of_them: dict[int, PaperEngine | CoreEngine] = {}
-    for number, prompt in zip(route(prompts, engines, is_sticky=is_sticky), prompts, strict=True):
+    for number, prompt in zip(route(trace, engines, is_sticky=is_sticky), trace.prompts, strict=True):
         if number not in all_of_them:
-            all_of_them[number] = kind(tiers, store)
+            all_of_them[number] = kind(tiers, store, trace.block_tokens)
         all_of_them[number].serve(prompt)
     total = sum((engine.count for engine in all_of_them.values()), Counter[str]())
     total["stored"] = len(store)
     return total
 
 
-def _measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterator[Line]:
-    gib = args.kv_bytes * BLOCK_TOKENS / 2**30
+def _measure(args: argparse.Namespace, trace: Trace) -> Iterator[Line]:
+    gib = args.kv_bytes * trace.block_tokens / 2**30
     host, disk = int(args.host_gib / gib), int(args.disk_gib / gib)
     setups = [
         Tiers("host", host),
@@ -312,7 +286,7 @@ def _measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterator[Li
         Tiers("host, store of all", host, 0, 0),
         Tiers("host, disk, store of all", host, disk, 0),
     ]
-    bound = play(PaperEngine, Tiers("all", 10**9), prompts, 1)
+    bound = play(PaperEngine, Tiers("all", 10**9), trace, 1)
     yield _hit("one host without bound", bound)
     yield Line(
         "speed of an engine's network from which a fetch beats computing",
@@ -320,15 +294,15 @@ def _measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> Iterator[Li
         unit=" Gbit/s",
     )
     for engines, is_sticky, tiers in product(args.engines, (False, True), setups):
-        count = play(PaperEngine, tiers, prompts, engines, is_sticky=is_sticky)
+        count = play(PaperEngine, tiers, trace, engines, is_sticky=is_sticky)
         what = f"{engines} engines, {'sticky' if is_sticky else 'in turn'}, {tiers.name}"
         yield _hit(what, count)
         if tiers.share_after is not None and not tiers.disk:
-            yield from _network(what, args, prompts, engines, count)
-    few = prompts[:_CORE_REQUESTS]
+            yield from _network(what, args, trace, engines, count)
+    few = trace._replace(prompts=trace.prompts[:_CORE_REQUESTS])
     for engines, tiers in product((number for number in args.engines if number <= _CORE_ENGINES), setups):
         for name, kind in (("core", CoreEngine), ("paper", PaperEngine)):
-            what = f"{name}, the first {len(few)} requests, {engines} engines, in turn, {tiers.name}"
+            what = f"{name}, the first {len(few.prompts)} requests, {engines} engines, in turn, {tiers.name}"
             yield _hit(what, play(kind, tiers, few, engines))
 
 
@@ -337,11 +311,12 @@ def _hit(what: str, count: Counter[str]) -> Line:
 
 
 def _network(
-    what: str, args: argparse.Namespace, prompts: Sequence[Prompt], engines: int, count: Counter[str]
+    what: str, args: argparse.Namespace, trace: Trace, engines: int, count: Counter[str]
 ) -> Iterator[Line]:
     """Yield the load on the remote tier and the network; for the least engines, also extrapolated to `_MANY`."""
+    prompts = trace.prompts
     seconds = max(prompts[-1].at_s - prompts[0].at_s, 1.0)
-    block = args.kv_bytes * BLOCK_TOKENS
+    block = args.kv_bytes * trace.block_tokens
     keys = count["asked"] + count["fetched"] + count["put"]
     rates = {
         "read from the store": (count["fetched"] * block / 1e9, " GB/s"),
@@ -356,6 +331,6 @@ def _network(
             many = f"extrapolated to {_MANY:,} engines, each as busy as one of {what}"
             yield Line(f"{many}: {name}", total / seconds * _MANY / engines, unit=unit)
     for gbit in _SPEEDS:
-        fetch_s = count["fetched"] * (block / (gbit * _GBIT) - BLOCK_TOKENS / args.prefill)
+        fetch_s = count["fetched"] * (block / (gbit * _GBIT) - trace.block_tokens / args.prefill)
         saved = -100 * fetch_s * args.prefill / count["tokens"]
         yield Line(f"{what}: of prefill time saved by the store at {gbit} Gbit/s", saved, unit=" %")

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from kvoffload.model.ids import GroupId
-from tests.bench.trace import BLOCK_TOKENS, CoreEngine, Prompt, Tiers, play
+from tests.bench.trace import CoreEngine, Tiers, play
+from tests.bench.trace_file import Prompt, Trace
 from tests.core import test_costs
 from tests.explore.search import explore
 from tests.explore.worlds import WORLDS
@@ -20,6 +21,7 @@ from tests.operations import calls
 from tests.runtime import test_hook_calls
 from tests.simulate.simulation import simulate
 
+_BLOCK_TOKENS = 512
 Rows = Mapping[str, object]
 
 SEEDS = range(40)
@@ -70,9 +72,9 @@ def hooks() -> Rows:
 
 def trace() -> Rows:
     """Play the same conversations with each set of tiers; list each run's counts."""
-    prompts = _conversations()
+    conversations = Trace(_BLOCK_TOKENS, _conversations())
     return {
-        f"{tiers.name}, engines: {engines}": _listed(play(CoreEngine, tiers, prompts, engines))
+        f"{tiers.name}, engines: {engines}": _listed(play(CoreEngine, tiers, conversations, engines))
         for tiers in TIERS
         for engines in (1, 3)
     }
@@ -87,8 +89,8 @@ def _conversations() -> list[Prompt]:
         talk += [2 * number, 2 * number + 1][: draws.randint(1, 2)]
         if len(talk) > 9:
             del talk[1:]
-        tokens = BLOCK_TOKENS * len(talk) - draws.randrange(BLOCK_TOKENS)
-        keys = tuple(block_key(b"%032x" % block, GroupId(0)) for block in talk[: tokens // BLOCK_TOKENS])
+        tokens = _BLOCK_TOKENS * len(talk) - draws.randrange(_BLOCK_TOKENS)
+        keys = tuple(block_key(b"%032x" % block, GroupId(0)) for block in talk[: tokens // _BLOCK_TOKENS])
         prompts.append(Prompt(number / 10, tokens, keys))
     return prompts
 
