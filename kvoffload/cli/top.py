@@ -29,6 +29,7 @@ HELP = "watch running servers by their metrics"
 _LEAST_INTERVAL_S = 0.1
 _TIMEOUT_S = 5.0  # the time limit of one scrape
 _LARGEST_PAGE = 64 << 20
+_MOST_ENGINES = 1000  # of one page; a table of so many rows takes half a second to lay out
 _SCHEMA = 2  # the version of the JSON output; a new version removes a field or changes a field's meaning
 _TOKENS = "kvoffload_lookup_tokens_total"
 _MISSES = "kvoffload_miss_blocks_total"
@@ -177,7 +178,8 @@ def parse_page(text: str, at: float) -> dict[str, Reading]:
         at: the time of the scrape, in seconds of the monotonic clock.
 
     Raises:
-        PageError: the text is not a metrics page, has no kvoffload metrics, or has a value that is not finite.
+        PageError: the text is not a metrics page, has no kvoffload metrics, has too many engines, or has a value that
+            is not finite.
     """
     from prometheus_client.parser import text_string_to_metric_families
 
@@ -191,6 +193,8 @@ def parse_page(text: str, at: float) -> dict[str, Reading]:
             raise PageError(f"{sample.name} is {sample.value}")
         reading = engines.setdefault(printable(sample.labels.get("engine", "")), Reading(at))
         reading.samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    if len(engines) > _MOST_ENGINES:
+        raise PageError(f"it has {len(engines):,} engines; at most {_MOST_ENGINES:,} are shown")
     if not engines:
         raise PageError("it has no metrics of kvoffload: is offloading switched on in that server?")
     return engines

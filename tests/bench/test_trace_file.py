@@ -112,6 +112,7 @@ def test_a_gzipped_trace_is_read_and_a_damaged_one_is_an_error(tmp_path: Path) -
         read_trace(tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_a_trace_of_small_blocks_hits_what_prompts_share(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,12 @@ def cells(*servers: Server) -> list[list[str]]:
 # -- pages ----------------------------------------------------------------------------------------------------------
 
 
+def page_of(engines: int) -> str:
+    """Return a metrics page with this many engines."""
+    lines = [f'kvoffload_resets_total{{engine="{number}"}} 1\n' for number in range(engines)]
+    return "".join(["# TYPE kvoffload_resets_total counter\n", *lines])
+
+
 def test_engines_of_one_server_have_separate_rows_whatever_other_labels_exist() -> None:
     text = (
         '# TYPE kvoffload_resets_total counter\nkvoffload_resets_total{model_name="m",engine="0"} 1\n'
@@ -106,11 +112,16 @@ def test_engines_of_one_server_have_separate_rows_whatever_other_labels_exist() 
         ("<html>hello</html>\n", "not a page of metrics"),
         ("# TYPE kvoffload_slots gauge\nkvoffload_slots NaN\n", "kvoffload_slots is nan"),
         ("# TYPE kvoffload_slots gauge\nkvoffload_slots +Inf\n", "kvoffload_slots is inf"),
+        (page_of(1001), "it has 1,001 engines; at most 1,000 are shown"),
     ],
 )
 def test_a_page_that_cannot_be_shown_is_refused(text: str, said: str) -> None:
     with pytest.raises(PageError, match=said):
         parse_page(text, 0.0)
+
+
+def test_a_page_may_have_a_thousand_engines() -> None:
+    assert len(parse_page(page_of(1000), 0.0)) == 1000
 
 
 def test_a_bucket_without_a_bound_hides_no_row() -> None:
