@@ -7,7 +7,7 @@ import resource
 from kvoffload.checks.check import Check, Finding, Setup, fail, ok, unknown, warn
 from kvoffload.checks.gpus import find_gpus
 from kvoffload.model.config import size_text
-from kvoffload.transfer.host_memory import exceeded, memory_limits, preferred_node, read_file
+from kvoffload.transfer.host_memory import RESERVE, exceeded, memory_limits, preferred_node, read_file
 
 _SPARE = 10  # a tenth of the memory should stay free
 _LESS = "lower host_bytes, or free memory"
@@ -41,7 +41,9 @@ def _host_memory(setup: Setup) -> Finding:
     if not limits:
         return unknown("the available memory: /proc/meminfo cannot be read")
     if (limit := exceeded(needed, limits)) is not None:
-        return fail(f"{size_text(needed)} are more than {limit}", _LESS)
+        return fail(
+            f"{size_text(needed)} are too much for {limit}: {size_text(RESERVE)} must stay free", _LESS
+        )
     limit = min(limits, key=lambda one: one.left)
     if needed > limit.left - limit.left // _SPARE:
         return warn(

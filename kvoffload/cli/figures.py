@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COLOURS: dict[str, str] = {
     # sources of a prompt's tokens
-    "host": "#5aa64b", "disk": "#2f8f8f", "remote": "#1f6f8f", "device": "#4a86d0", "nothing": "#9a9a9a", "miss": "#9a9a9a",
+    "host": "#5aa64b", "disk": "#2f8f8f", "remote": "#1f6f8f", "device": "#4a86d0", "nothing": "#9a9a9a", "miss": "#9a9a9a", "opted_out": "#c9a0dc",
     # states of host slots
     "ready": "#4a86d0", "filling": "#7fb3ea",
     # directions of copies
@@ -137,12 +137,13 @@ def draw(account: Account) -> list[Figure]:
         ),
         _columns(
             "Prompt tokens, by where they were found",
-            "Tokens of looked-up prompts.",
+            "Tokens of admitted prompts. opted_out: the request asked to read no cache.",
             "tokens",
             {
                 "device": [(at, one.device_tokens) for at, one in lookups],
                 "host": [(at, one.hit_tokens) for at, one in lookups],
-                "miss": [(at, one.miss_tokens) for at, one in lookups],
+                "miss": [(at, one.miss_tokens) for at, one in lookups if not one.opted_out],
+                "opted_out": [(at, one.miss_tokens) for at, one in lookups if one.opted_out],
             },
         ),
         _slots(account),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from itertools import chain
 
+import kvoffload
+from kvoffload.cli.exits import Exit, say
 from kvoffload.cli.journal_lines import add_journal_arguments, opened
 from kvoffload.cli.partial_file import written
 
@@ -18,11 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the trace of the selected lines.
+    """Write the trace of the selected lines. The command fails if the trace shows none of them.
 
     Raises:
         KVOffloadError: no line of the journal can be read, or the trace cannot be written.
     """
+    from kvoffload.telemetry.records import summary_of
     from kvoffload.telemetry.timeline import write_trace
 
     lines, output = opened(args, _SUFFIX)
@@ -30,5 +33,9 @@ def run(args: argparse.Namespace) -> int:
     first = next(records)  # raises before the output file exists if the journal cannot be read
     # Like the journal, the trace has request names.
     with written(output, is_private=True) as file:
-        write_trace(chain([first], records), file, lambda: lines.provenance)
-    return lines.report(output)
+        shows_events = write_trace(chain([first], records), file, lambda: lines.provenance)
+    code, name = lines.report(output), summary_of(first.message).name
+    if shows_events:
+        return code
+    say(f"the trace is empty: kvoffload {kvoffload.__version__} draws none of these events, such as {name}")
+    return Exit.FAILED

@@ -123,7 +123,7 @@ class Lookups:
             return None
         if record.boundary:
             self._state.tally.events.append(events.BoundaryAsked(record.request, record.boundary))
-        device_tokens, reached, slots, cause, _ = hit
+        device_tokens, reached, _, cause, _ = hit
         alignment = self._state.shape.alignment
         end = max(record.prompt_tokens, reached)
         tokens = min(reached, device_tokens + accepted_tokens)
@@ -133,11 +133,12 @@ class Lookups:
         missed = -(-(end - tokens) // alignment)
         tally = self._state.tally
         answered = record.request, device_tokens, found, missed, tokens - device_tokens, end - tokens
-        fetched = 0
-        if record.fetched_blocks and slots:
-            fetched = (tokens - device_tokens) * min(record.fetched_blocks, len(slots)) // len(slots)
+        fetched = 0, 0
+        if record.fetched_from and tokens > device_tokens:
+            by_tier = record.fetched_tokens(device_tokens, tokens, self._state.shape)
+            fetched = by_tier[Tier.DISK], by_tier[Tier.REMOTE]
         tally.events.append(
-            events.LookupAnswered(*answered, cause if missed else None, fetched, record.fetched_from)
+            events.LookupAnswered(*answered, cause if missed else None, *fetched, not record.reads_cache)
         )
         return hit
 
@@ -153,7 +154,7 @@ class Lookups:
         """Return the answer to a lookup, without pinning its slots."""
         state = self._state
         if not record.reads_cache:
-            return PendingHit(device_tokens, device_tokens, (), MissCause.OPTED_OUT)
+            return PendingHit(device_tokens, device_tokens, (), None)
         if record.load_failed:
             return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_FAILED)
         if state.degraded is not None:

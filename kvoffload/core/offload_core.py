@@ -113,6 +113,13 @@ class OffloadCore:
         can_wait = may_wait and state.shape.promises.can_wait
         return self._hits.lookup(record, device_tokens, full_tokens, may_wait=can_wait)
 
+    def fetched_tokens(self, request: RequestId, tokens: int) -> Mapping[Tier, int]:
+        """Return how many of the `tokens` that the engine last accepted were fetched for the request, by tier."""
+        record = self.state.requests.live.get(request)
+        if record is None or not record.fetched_from:
+            return {}
+        return record.fetched_tokens(record.found_tokens, record.found_tokens + tokens, self.state.shape)
+
     def set_least(self, tier: Tier, tokens: int) -> None:
         """Set the fewest tokens worth a load (HOST) or a fetch from a lower tier.
 
@@ -195,6 +202,7 @@ class OffloadCore:
         self._table_ended(record)
         self.state.retention.release_if_over(record)
         record.incarnation += 1
+        record.fetched_from.clear()
 
     def _table_ended(self, record: RequestRecord) -> None:
         """Forget a request's block table, and stop watching for evictions of the blocks in it."""

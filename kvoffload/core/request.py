@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +13,7 @@ from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
 from kvoffload.model.causes import MissCause
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.facts import NO_LIMITS, Limits
+from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
 from kvoffload.model.wire import Tier
 
@@ -81,7 +83,7 @@ class RequestRecord(Struct, eq=False):
         boundary: the number of tokens after which the engine should hand off a recurrent state, because the last lookup
             could not use a longer prefix without this state; 0 for none. `Lookups` writes it.
         fetched_blocks: how many blocks were fetched from lower tiers for this request.
-        fetched_from: the tier of the request's last fetch; None before its first fetch.
+        fetched_from: the tier from which each of these blocks was fetched since the request last had a block table.
         asks_tiers: False after one of the request's fetches has failed. From then on its lookups plan no fetch.
         awaits_answer: True while a query for the request's blocks in the remote tier is open.
         awaits_fetch: the fetch that the request's lookups wait for, and the prefix's length in tokens after this fetch.
@@ -118,7 +120,7 @@ class RequestRecord(Struct, eq=False):
     least_tokens: int = 0
     boundary: int = 0
     fetched_blocks: int = 0
-    fetched_from: Tier | None = None
+    fetched_from: dict[BlockKey, Tier] = {}
     asks_tiers: bool = True
     awaits_answer: bool = False
     awaits_fetch: tuple[JobId, int] | None = None
@@ -138,6 +140,47 @@ class RequestRecord(Struct, eq=False):
             return limit
         # vLLM's own connector takes one token off the limit if a model has other than full-attention groups.
         return min(limit, device_tokens + max(load_tokens - (not shape.is_full_only), 0))
+
+    def fetched_tokens(self, start: int, end: int, shape: EngineShape) -> dict[Tier, int]:
+        """Return how many tokens of a hit were fetched for this request, by tier.
+
+        If blocks of several tiers contain a token, the token counts for the lowest of these tiers.
+
+        Args:
+            start: the length of the device's own hit in tokens.
+            end: the length of the prefix that was found, in tokens.
+            shape: the engine's groups.
+        """
+        unit = math.gcd(*[group.block_tokens for group in shape.groups])
+        spans = self._fetched_spans(start, end, shape)
+        lowest: dict[int, Tier] = {}
+        for lower in (Tier.DISK, Tier.REMOTE):
+            for tier, first, last in spans:
+                if tier is lower:
+                    lowest |= dict.fromkeys(range(first // unit, -(-last // unit)), tier)
+        tokens = {Tier.DISK: 0, Tier.REMOTE: 0}
+        for part, tier in lowest.items():
+            tokens[tier] += min(end, (part + 1) * unit) - max(start, part * unit)
+        return tokens
+
+    def _fetched_spans(self, start: int, end: int, shape: EngineShape) -> list[tuple[Tier, int, int]]:
+        """Return the tier, first token and end of each fetched block that a hit needs.
+
+        A recurrent state stands for all tokens before it. So does the first block of a window if no group needs the
+        blocks before the window.
+        """
+        is_windowed = all(group.kind is not AttentionKind.FULL for group in shape.groups)
+        spans = []
+        for group, keys in zip(shape.groups, self.keys, strict=True):
+            size = group.block_tokens
+            needed = max(group.first_needed_token(end), start) // size
+            has_head = is_windowed or group.kind is AttentionKind.RECURRENT
+            for position, key in enumerate(keys[needed : -(-end // size)], needed):
+                if (tier := self.fetched_from.get(key)) is not None:
+                    is_head = has_head and position == needed
+                    first = start if is_head else max(position * size, start)
+                    spans.append((tier, first, min((position + 1) * size, end)))
+        return spans
 
     def extend_keys(self, new_keys: Sequence[Sequence[BlockKey]]) -> None:
         """Append the keys of the request's new whole blocks, given per group."""

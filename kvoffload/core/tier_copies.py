@@ -274,7 +274,7 @@ class Fetches(_Copies[Fetch]):
         self._state.misses.arrived(keys)
         for record in job.wanted:
             record.fetched_blocks += len(keys)
-            record.fetched_from = job.tier
+            record.fetched_from |= dict.fromkeys(keys, job.tier)
             if record.waits_for is not None:
                 self._state.retention.keep(record, slots)
         if job.wanted:  # A warm start's fetch does not count as a use of the blocks.

@@ -39,7 +39,6 @@ class MissCause(Cause):
     LOOKAHEAD = "lookahead"  # the last matched block is computed for a draft model, which looks ahead
     PARTIAL_BLOCK = "partial_block"  # the prompt's last block is not whole
     BEHIND_MISS = "behind_miss"  # the block comes after a missing one, so a prefix cannot contain the block
-    OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
     LIMITED = "limited"  # the request's own limits exclude the block from loads, its tier from fetches, or its store
     STALLED = "stalled"  # no load may start while copies are stalled
     ON_DISK = "on_disk"  # the block is on the disk, but the request could not wait for a fetch

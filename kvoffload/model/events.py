@@ -68,10 +68,11 @@ class LookupAnswered(Event, frozen=True):
         miss_blocks: block positions after the hit. The first missed because of `cause`, the others are behind a miss.
         hit_tokens: tokens in the hit positions.
         miss_tokens: tokens in the missed positions.
-        cause: why the first missed position missed; None if no position missed.
-        fetched_tokens: tokens of the hit that were fetched from a lower tier for this request, estimated from the share
-            of fetched blocks.
-        fetched_from: the tier of the last fetch for this request; None without a fetch.
+        cause: why the first missed position missed; None if no position missed, or if the request opted out.
+        disk_tokens, remote_tokens: tokens of the hit that were fetched from the disk and from the remote tier for this
+            request. All other tokens of the hit were on the host.
+        opted_out: True if the request asked not to read cached blocks. The positions in `miss_blocks` were then not
+            looked up, and are not misses.
     """
 
     request: RequestId
@@ -81,8 +82,9 @@ class LookupAnswered(Event, frozen=True):
     hit_tokens: int
     miss_tokens: int
     cause: MissCause | None
-    fetched_tokens: int = 0
-    fetched_from: Tier | None = None
+    disk_tokens: int = 0
+    remote_tokens: int = 0
+    opted_out: bool = False
 
 
 class BoundaryAsked(Event, frozen=True):
@@ -349,7 +351,7 @@ class RequestsEnded(Event, frozen=True):
 class FirstTokenReached(Event, frozen=True):
     """A request has its first token. The event comes with the engine's next step.
 
-    The four token counts add up to the length of the request's prompt.
+    The five token counts add up to the length of the request's prompt.
 
     Args:
         request: the request.
@@ -357,9 +359,8 @@ class FirstTokenReached(Event, frozen=True):
         seconds: time to first token, from the engine's report of the request.
         device_tokens: prompt tokens that the device held.
         host_tokens: prompt tokens loaded from the host, not counting fetched tokens.
-        fetched_tokens: prompt tokens loaded after a fetch from a lower tier for this request.
+        disk_tokens, remote_tokens: prompt tokens loaded after a fetch from the disk or the remote tier for this request.
         computed_tokens: all other prompt tokens, including the tokens of a failed load.
-        fetched_from: the tier of the last fetch for this request; None without a fetch.
     """
 
     request: RequestId
@@ -367,9 +368,9 @@ class FirstTokenReached(Event, frozen=True):
     seconds: float
     device_tokens: int = 0
     host_tokens: int = 0
-    fetched_tokens: int = 0
+    disk_tokens: int = 0
+    remote_tokens: int = 0
     computed_tokens: int = 0
-    fetched_from: Tier | None = None
 
 
 class NetBenefitTurned(Event, frozen=True):

@@ -22,7 +22,7 @@ from kvoffload.model.config import AUTO, OffloadConfig, check_promises
 from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
 from kvoffload.model.events import LoadOrphaned, RequestsEnded, WaitEnded
 from kvoffload.model.ids import BlockKey, Rank, RequestId
-from kvoffload.model.wire import NOTHING, TransferPlan, TransferReport
+from kvoffload.model.wire import NOTHING, Tier, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.benefit import NetBenefit
 from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers, OpenCopies
@@ -197,6 +197,10 @@ class SchedulerSide:
         self.faults.apply(self.core.blocks_allocated, fact, batch)
         self.bus.dispatch(batch)
         self._hook.spent[_ALLOCATED] += self._clocks.monotonic() - began
+
+    def fetched_tokens(self, request: RequestId, tokens: int) -> Mapping[Tier, int]:
+        """Return how many of the `tokens` that the engine last accepted were fetched for the request, by tier."""
+        return self.faults.ask("fetched_tokens", lambda: self.core.fetched_tokens(request, tokens), {})
 
     def ended(self, fact: facts.RequestEnded) -> None:
         """Handle a request's end, before the engine frees the request's blocks."""

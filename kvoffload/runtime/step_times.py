@@ -17,7 +17,7 @@ from kvoffload.model.causes import Found, LoadOutcome
 from kvoffload.model.events import FirstTokenReached, LoadEnded, LookupAnswered
 from kvoffload.model.facts import RequestEnded, RequestSeen, StepScheduled
 from kvoffload.model.ids import RequestId
-from kvoffload.model.wire import Direction, Tier
+from kvoffload.model.wire import Direction
 
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
@@ -31,7 +31,8 @@ _LONGEST_RUN = 32  # in steps that prefill; a longer run is split
 # The smallest share of a run's time that counts as prefill, for noisy measurements of decode-only steps.
 _LEAST_SHARE = 0.1
 
-_FOUND = {Tier.DISK: Found.DISK, Tier.REMOTE: Found.REMOTE}
+# In the order of the counts in `FirstTokenReached`: a request has found what its last count says.
+_FOUND = Found.DEVICE, Found.HOST, Found.DISK, Found.REMOTE
 
 
 Copies = tuple[Direction, ...]
@@ -230,16 +231,14 @@ class FirstTokens:
             found = self._admitted[event.request]
             computed = found.miss_tokens + found.hit_tokens
             self._admitted[event.request] = replace(
-                found, hit_tokens=0, fetched_tokens=0, miss_tokens=computed
+                found, hit_tokens=0, disk_tokens=0, remote_tokens=0, miss_tokens=computed
             )
 
     def _arrived(self, request: RequestId) -> FirstTokenReached:
         waited_s = self._hook.now - self._waiting.pop(request)[0]
         answer = self._admitted.pop(request)
-        found = Found.DEVICE if answer.device_tokens else Found.NOTHING
-        if answer.hit_tokens:
-            tier = answer.fetched_from if answer.fetched_tokens else None
-            found = Found.HOST if tier is None else _FOUND[tier]
-        host = answer.hit_tokens - answer.fetched_tokens
-        tokens = answer.device_tokens, host, answer.fetched_tokens, answer.miss_tokens
-        return FirstTokenReached(request, found, waited_s, *tokens, answer.fetched_from)
+        host = answer.hit_tokens - answer.disk_tokens - answer.remote_tokens
+        tokens = answer.device_tokens, host, answer.disk_tokens, answer.remote_tokens
+        found = [found for found, count in zip(_FOUND, tokens, strict=True) if count]
+        lowest = found[-1] if found else Found.NOTHING
+        return FirstTokenReached(request, lowest, waited_s, *tokens, answer.miss_tokens)

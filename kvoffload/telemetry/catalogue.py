@@ -49,6 +49,7 @@ class LookupResult(Enum):
 
     HIT = "hit"
     MISS = "miss"
+    OPTED_OUT = "opted_out"  # the request asked not to read cached blocks, so the block was not looked up
 
 
 class HostBytes(Enum):
@@ -451,8 +452,8 @@ def _by_direction(numbers: Mapping[Direction, float]) -> Series:
 # fmt: off
 CATALOGUE: tuple[Metric, ...] = (
     # --- what lookups found ---
-    Metric("kvoffload_lookup_blocks_total", "Block positions looked up on the host, beyond those that the device held; counted once per admission.", Kind.COUNTER, (_RESULT,), "blocks"),
-    Metric("kvoffload_lookup_tokens_total", "Tokens in the block positions looked up.", Kind.COUNTER, (_RESULT,), "tokens"),
+    Metric("kvoffload_lookup_blocks_total", "Block positions looked up on the host, beyond those that the device held; counted once per admission. opted_out: the request asked not to read cached blocks, so they were not looked up.", Kind.COUNTER, (_RESULT,), "blocks"),
+    Metric("kvoffload_lookup_tokens_total", "Tokens in these block positions.", Kind.COUNTER, (_RESULT,), "tokens"),
     Metric("kvoffload_miss_blocks_total", "Looked-up block positions that missed, by cause; the causes sum to the missed blocks.", Kind.COUNTER, (Label("cause", MissCause),), "blocks"),
     Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix or blocks were being fetched from a tier below the host. Each wait counts once, however often the engine asks.", Kind.COUNTER, (Label("reason", LoadWait, served=(LoadWait.OTHERS_LOAD, LoadWait.FETCH)),), "lookups"),
     Metric("kvoffload_fetched_tokens_total", "Tokens of host hits that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIERS,), "tokens"),

@@ -36,7 +36,8 @@ from kvoffload.telemetry.catalogue import (
 _KEPT = 1 << 14
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
-_DEVICE, _HOST, _, _, _COMPUTED = ((source.value,) for source in PromptSource)
+_OPTED_OUT = (LookupResult.OPTED_OUT.value,)
+_DEVICE, _HOST, _DISK, _REMOTE, _COMPUTED = ((source.value,) for source in PromptSource)
 _BEHIND = (MissCause.BEHIND_MISS.value,)
 _FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer)
 
@@ -163,6 +164,7 @@ class Counters:
         self._first_tokens = self._histograms["kvoffload_first_token_seconds"]
         self._lookup_blocks = self._counts["kvoffload_lookup_blocks_total"]
         self._lookup_tokens = self._counts["kvoffload_lookup_tokens_total"]
+        self._fetched_tokens = self._counts["kvoffload_fetched_tokens_total"]
         self._misses = self._counts["kvoffload_miss_blocks_total"]
 
     def subscribe(self, bus: Bus, spent: dict[Hook, float] | None = None) -> None:
@@ -265,14 +267,14 @@ class Counters:
             self._lookup_tokens[_HIT] += event.hit_tokens
             self._hit_tokens.observe(event.hit_tokens)
         if misses := event.miss_blocks:
-            self._lookup_blocks[_MISS] += misses
-            self._lookup_tokens[_MISS] += event.miss_tokens
+            result = _OPTED_OUT if event.opted_out else _MISS
+            self._lookup_blocks[result] += misses
+            self._lookup_tokens[result] += event.miss_tokens
             if event.cause is not None:
                 self._misses[_LABELS[event.cause]] += 1
                 self._misses[_BEHIND] += misses - 1
-        if event.fetched_tokens and event.fetched_from is not None:
-            fetched = self._counts["kvoffload_fetched_tokens_total"]
-            fetched[_LABELS[event.fetched_from]] += event.fetched_tokens
+        if event.disk_tokens or event.remote_tokens:
+            _add_fetched(self._fetched_tokens, event)
 
     def _count_first_token(self, event: events.FirstTokenReached) -> None:
         self.changes += 1
@@ -281,8 +283,8 @@ class Counters:
         tokens[_DEVICE] += event.device_tokens
         tokens[_HOST] += event.host_tokens
         tokens[_COMPUTED] += event.computed_tokens
-        if event.fetched_tokens and event.fetched_from is not None:
-            tokens[_LABELS[event.fetched_from]] += event.fetched_tokens
+        if event.disk_tokens or event.remote_tokens:
+            _add_fetched(tokens, event)
 
     def _count_deferred(self, event: events.LookupDeferred) -> None:
         reason = LoadWait.FETCH if event.owner is None else LoadWait.OTHERS_LOAD
@@ -296,6 +298,14 @@ class Counters:
         asked[_NO_ANSWER] += fact.unanswered
         if not fact.unanswered:
             self._histograms["kvoffload_remote_ask_seconds"][()].observe(fact.seconds)
+
+
+def _add_fetched(tokens: dict[Labels, int], event: events.LookupAnswered | events.FirstTokenReached) -> None:
+    """Add an event's fetched tokens to the series of their tiers. An engine without a tier has no series for it."""
+    if event.disk_tokens:
+        tokens[_DISK] += event.disk_tokens
+    if event.remote_tokens:
+        tokens[_REMOTE] += event.remote_tokens
 
 
 def _reader(name: str | None) -> Callable[[object], Any] | None:

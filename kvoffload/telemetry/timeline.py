@@ -79,7 +79,13 @@ class Trace:
         self._origin = origin
         self._groups: dict[str, int] = {}
         self._tracks: dict[Track, int] = {}
-        self._separator = '{"displayTimeUnit":"ms","traceEvents":[\n'
+        self._separator = "\n"
+        write('{"displayTimeUnit":"ms","traceEvents":[')
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing has been drawn."""
+        return not self._tracks
 
     def close(self, provenance: Args) -> None:
         """Write the end of the file, including the provenance, which viewers show as metadata."""
@@ -158,8 +164,10 @@ Scheduled = events.StoreScheduled | events.LoadScheduled | events.TierCopySchedu
 Moment = events.HitPinned | events.HitDropped | events.LookupDeferred | events.FirstTokenReached
 
 
-def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[], Args]) -> None:
+def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[], Args]) -> bool:
     """Write the trace of a journal, with a timeline for each process that wrote the journal.
+
+    Return whether the trace shows anything.
 
     Args:
         records: the journal's lines; there must be at least one.
@@ -179,6 +187,7 @@ def write_trace(records: Iterable[Record], file: TextIO, provenance: Callable[[]
     assert timeline is not None
     timeline.close()
     trace.close(provenance())
+    return not trace.is_empty
 
 
 class Rows:

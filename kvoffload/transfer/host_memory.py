@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 log = get_logger("transfer")
 
 _KEPT: list[object] = []  # memory that a device may still access, so it must not be released
-_RESERVE = 256 * 2**20
-"""Bytes left free while an arena grows: several chunks, because several ranks may check at the same time."""
+RESERVE = 256 * 2**20
+"""Bytes that stay free, at the start and while arenas grow.
+
+This is more than a chunk, because several ranks may check at the same time.
+"""
 _AMPLE = 3  # the host memory that README.md advises, as a multiple of the device's KV cache
 # With host memory of up to this multiple of the device's KV cache, "lazy" had more hits than "eager"
 # (tests/bench/README.md).
@@ -127,10 +130,10 @@ class MmapAllocator:
         # Ranks and engines that start together all count the same memory as free. Without a check before each chunk,
         # the kernel could run out of memory and kill one of them.
         left = available_bytes(self.read)
-        if left is not None and left < size + _RESERVE:
+        if left is not None and left < size + RESERVE:
             raise HostMemoryError(
                 f"{left} bytes are left on this machine or in this process's cgroup; {size} more would leave others less "
-                f"than {_RESERVE}"
+                f"than {RESERVE}"
             )
         try:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -244,8 +247,8 @@ def slots_for(
         read: reads the kernel's files; tests pass their own.
 
     Raises:
-        ConfigError: less than one block fits, or the ranks need more than this machine or this process's cgroup has
-            left.
+        ConfigError: less than one block fits, or the ranks would leave this machine or this process's cgroup less than
+            `RESERVE` bytes.
     """
     slots = bytes_per_rank // layout.slot_bytes
     if not slots:
@@ -256,7 +259,8 @@ def slots_for(
     needed = ranks * slots * layout.slot_bytes
     if (limit := exceeded(needed, memory_limits(read))) is not None:
         together = "" if ranks == 1 else f", all {ranks} ranks of this machine {size_text(needed)}"
-        raise ConfigError([f"host_bytes gives each rank {bytes_per_rank} bytes{together}, above {limit}"])
+        given = f"host_bytes gives each rank {bytes_per_rank} bytes{together}"
+        raise ConfigError([f"{given}, above {limit}; {size_text(RESERVE)} must stay free"])
     return slots
 
 
@@ -277,8 +281,8 @@ class MemoryLimit:
 
 
 def exceeded(needed: int, limits: Iterable[MemoryLimit]) -> MemoryLimit | None:
-    """Return the tightest limit that `needed` bytes exceed, or None if they fit within all limits."""
-    above = [limit for limit in limits if limit.left < needed]
+    """Return the tightest limit that would have less than `RESERVE` left after `needed` bytes, or None."""
+    above = [limit for limit in limits if limit.left < needed + RESERVE]
     return min(above, key=lambda limit: limit.left, default=None)
 
 
@@ -313,8 +317,11 @@ def advise_host_bytes(
     if limit is None:
         return ADVICE
     local_ranks = local_ranks or ranks
-    most = limit.left * 9 // 10 // local_ranks * ranks  # the doctor's check requires that a tenth stays free
     left = f"{limit.place} has {size_text(limit.left)} left for {local_ranks} rank{'s' * (local_ranks > 1)}"
+    # The doctor's check requires that a tenth stays free.
+    most = min(limit.left * 9 // 10, limit.left - RESERVE) // local_ranks * ranks
+    if most <= 0:
+        return f"{left}, and {size_text(RESERVE)} must stay free: give it more memory"
     if device_bytes is None:
         return f"{left}; {ADVICE}, at most {size_text(most)}"
     advised = min(_AMPLE * device_bytes, most)

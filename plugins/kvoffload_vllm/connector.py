@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvoffload.model.wire import Tier
 from kvoffload_vllm.assembly import start_scheduler, start_worker
 from kvoffload_vllm.layout import layout_of_caches, meaning_of_caches, preferred_layout
 from kvoffload_vllm.metadata import KVOffloadMetadata
@@ -40,6 +41,10 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # vLLM before 0.32 does not distinguish hits by their source
     CacheHitSource = None
+    _SOURCES = {}
+else:
+    # vLLM has no source for a remote tier.
+    _SOURCES = {Tier.DISK: CacheHitSource.DISK, Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED}
 
 
 class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # the type checker runs without vLLM
@@ -60,8 +65,6 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self._vllm_cache_config = kv_cache_config
         self._bad_blocks: set[int] = set()
-        if CacheHitSource is not None:
-            self._cache_hit_source = CacheHitSource.HOST
         if role is KVConnectorRole.SCHEDULER:
             start_scheduler(self, vllm_config, kv_cache_config)
         else:
@@ -114,6 +117,15 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Return how many of the tokens came from each tier. vLLM versions before 0.32 do not call this method."""
+        fetched = self.offload.fetched_tokens(request.request_id, num_external_tokens)
+        counts = {_SOURCES[tier]: tokens for tier, tokens in fetched.items()}
+        counts[CacheHitSource.HOST] = num_external_tokens - sum(fetched.values())
+        return {source: tokens for source, tokens in counts.items() if tokens}
 
     # -- both sides ---------------------------------------------------------------------------------------------
 

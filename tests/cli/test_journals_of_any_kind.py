@@ -52,6 +52,7 @@ OUTPUTS = (*READERS, "report --json")
 
 
 def run(output: str, lines: list[dict[str, Any]]) -> int:
+    """Run a command on a journal, check that an output in JSON is valid, and return the command's exit code."""
     command, *as_json = output.split()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "journal")
@@ -61,9 +62,12 @@ def run(output: str, lines: list[dict[str, Any]]) -> int:
         args = argparse.Namespace(journal=path, output=target, json=bool(as_json), **chosen)
         try:
             # Call the command as `main` does, but without parsing the arguments for each example.
-            return int(import_module(COMMANDS[command]).run(args))
+            code = int(import_module(COMMANDS[command]).run(args))
         except KVOffloadError:
             return Exit.USAGE
+        if output != "report":
+            json.loads(target.read_text())
+        return code
 
 
 @pytest.mark.slow
@@ -85,8 +89,21 @@ def test_property_facts_with_arbitrary_values(stream: list[tuple[dict[str, Any],
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
     path = tmp_path / "journal"
-    path.write_text('{"seq":1,"t":1.0,"event":"BlocksOffered","blocks":3}\n')
+    path.write_text('{"seq":1,"t":1.0,"event":"DiskClosed"}\n')
     return path
+
+
+@pytest.mark.parametrize(
+    "line", ['"event":"OfLaterVersions","request":"a"', '"event":"BlocksOffered","blocks":3']
+)
+def test_a_trace_without_known_events_is_valid_and_an_error(
+    line: str, journal: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal.write_text(f'{{"seq":1,"t":1.0,{line}}}\n')
+    assert main(["timeline", str(journal)]) == Exit.FAILED
+    assert json.loads(Path(f"{journal}.trace.json").read_text())["traceEvents"] == []
+    name = line.split('"')[3]
+    assert f"draws none of these events, such as {name}\n" in capsys.readouterr().err
 
 
 def test_a_trace_names_requests_and_is_readable_only_by_its_owner(journal: Path) -> None:

@@ -185,6 +185,20 @@ def test_lower_tiers_have_a_figure_if_there_are_copies(tmp_path: Path) -> None:
     assert "remote: 1, p50 250.0 ms" in page
 
 
+def test_tokens_of_requests_that_opted_out_are_no_misses(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    lookup = {"event": "LookupAnswered", "request": "a", "device_tokens": 0, "hit_blocks": 0, "hit_tokens": 0}
+    write(journal, {**lookup, "miss_blocks": 2, "miss_tokens": 32, "cause": None, "opted_out": True})
+    assert main(["report", str(journal)]) == Exit.OK
+    page = (tmp_path / "journal.html").read_text()
+    assert Reading(page).counters == {
+        ("kvoffload_lookup_blocks_total", "opted_out"): 2,
+        ("kvoffload_lookup_tokens_total", "opted_out"): 32,
+    }
+    assert re.search(r">opted_out</text>", page)
+    assert not re.search(r">miss</text>", page)
+
+
 def test_numbers_beyond_an_axis_are_drawn_at_its_end(tmp_path: Path) -> None:
     journal, huge = tmp_path / "journal", 10**400
     lookup = {"request": "a", "hit_blocks": 1, "miss_blocks": 1, "cause": "evicted"}

@@ -166,6 +166,15 @@ def test_the_top_cause_is_that_of_first_missing_blocks(engine: Engine) -> None:
     assert row(Engine().reading(0.0)).miss_cause is None
 
 
+def test_requests_that_opted_out_change_neither_the_hit_rate_nor_the_top_cause(engine: Engine) -> None:
+    before = engine.reading(0.0)
+    engine.work()
+    engine.bus.publish(events.LookupAnswered(A, 0, 0, 50, 0, 800, None, opted_out=True))
+    found = row(before, engine.reading(2.0))
+    assert (found.hit_rate, found.hit_rate_now) == (0.6, 0.6)
+    assert (found.miss_cause, found.miss_share) == ("evicted", 1)
+
+
 def test_after_a_restart_nothing_is_negative(engine: Engine) -> None:
     engine.work(3)
     fresh = Engine()

@@ -6,15 +6,17 @@ import pytest
 
 from kvoffload.core.jobs import Jobs, Owner, Spill
 from kvoffload.core.machine import SlotState
+from kvoffload.core.request import RequestRecord
 from kvoffload.core.tiers import LayeredIndex, LowerTier
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import LookupAnswered, LookupDeferred, TierCopyScheduled
 from kvoffload.model.groups import GroupSpec
-from kvoffload.model.ids import JobId, Rank, SlotId
+from kvoffload.model.ids import JobId, Rank, RequestId, SlotId
 from kvoffload.model.wire import Tier, TransferReport
 from tests.core.disk_world import DiskWorld
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
-from tests.core.world import full, key_at, keys_of, recurrent, window
+from tests.core.remote_world import RemoteWorld, TieredWorld
+from tests.core.world import World, full, key_at, keys_of, recurrent, window
 
 
 def fetches(world: DiskWorld) -> list[TierCopyScheduled]:
@@ -37,7 +39,65 @@ def test_only_the_fetched_part_of_a_hit_counts_as_fetched() -> None:
     world.only_on_host(TEXT[:5])
     assert world.admit(world.fetched("late")) == 12
     answer = world.reported(LookupAnswered)[-1]
-    assert (answer.hit_tokens, answer.fetched_tokens, answer.fetched_from) == (12, 8, Tier.DISK)
+    assert (answer.hit_tokens, answer.disk_tokens, answer.remote_tokens) == (12, 8, 0)
+
+
+def test_a_hit_from_three_tiers_counts_each_token_for_the_tier_that_had_it() -> None:
+    shared = RemoteWorld(host=32)
+    shared.share(TEXT)
+    world = TieredWorld.holding(TEXT[:9], store=shared.store, host=32)
+    world.only_on_host(TEXT[:5])
+    assert (world.on_host(TEXT), world.below(TEXT), world.in_store(TEXT)) == ("x...", "xx..", "xxx.")
+    request = world.fetched("late")
+    assert world.admit(request) == 12
+    answer = world.reported(LookupAnswered)[-1]
+    assert (answer.hit_tokens, answer.disk_tokens, answer.remote_tokens) == (12, 4, 4)
+    assert world.core.fetched_tokens(request.name, 12) == {Tier.DISK: 4, Tier.REMOTE: 4}
+    assert world.core.fetched_tokens(request.name, 8) == {Tier.DISK: 4, Tier.REMOTE: 0}
+    assert world.core.fetched_tokens(RequestId("unknown"), 12) == {}
+
+
+def test_after_a_preemption_the_fetched_blocks_are_found_on_the_host() -> None:
+    world = DiskWorld.holding(TEXT, host=32)
+    request = world.fetched("late")
+    assert world.admit(request) == 12
+    world.load_and_run(request)
+    world.preempt(request)
+    world.device.forget_keys()
+    assert world.admit(request) == 12
+    assert [each.disk_tokens for each in world.reported(LookupAnswered)[-2:]] == [12, 0]
+
+
+DISK, REMOTE = Tier.DISK, Tier.REMOTE
+
+
+@pytest.mark.parametrize(
+    ("groups", "fetched", "start", "tokens"),
+    [
+        ((full(),), {}, 0, (0, 0)),
+        ((full(),), {(0, 0): DISK, (0, 2): REMOTE}, 0, (4, 4)),
+        ((full(),), {(0, 0): DISK, (0, 2): REMOTE}, 4, (0, 4)),
+        ((full(),), {(0, 3): DISK}, 0, (0, 0)),
+        ((full(), full(group=1)), {(0, 1): REMOTE, (1, 1): DISK, (1, 2): DISK}, 0, (4, 4)),
+        ((full(), window(6, group=1)), {(1, 1): DISK}, 0, (4, 0)),
+        ((full(), window(6, 2, group=1)), {(0, 2): DISK, (1, 4): REMOTE}, 0, (2, 2)),
+        ((window(6),), {(0, 0): REMOTE, (0, 1): DISK}, 0, (8, 0)),
+        ((window(6),), {(0, 2): DISK}, 0, (4, 0)),
+        ((full(), recurrent(group=1)), {(0, 0): DISK, (1, 2): DISK}, 4, (8, 0)),
+    ],
+    ids=str,
+)
+def test_tokens_count_for_the_lowest_tier_of_the_blocks_that_they_need(
+    groups: tuple[GroupSpec, ...],
+    fetched: dict[tuple[int, int], Tier],
+    start: int,
+    tokens: tuple[int, int],
+) -> None:
+    """Of a hit of 12 tokens, `fetched` has the tiers of some blocks, by group and position."""
+    record = RequestRecord(RequestId("a"), 16, tuple(keys_of(TEXT, group) for group in groups))
+    record.fetched_from = {record.keys[group][at]: tier for (group, at), tier in fetched.items()}
+    by_tier = record.fetched_tokens(start, 12, World(*groups).shape)
+    assert (by_tier[DISK], by_tier[REMOTE]) == tokens
 
 
 def test_a_block_in_the_hosts_first_slot_is_not_taken_for_a_block_on_the_disk() -> None:

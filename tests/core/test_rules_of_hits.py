@@ -282,8 +282,10 @@ def test_a_requests_first_lookup_fixes_its_minimum_hit(first: int, later: int, a
 
 def test_a_request_that_opted_out_reads_nothing() -> None:
     world = cached()
-    assert world.admit(world.add("a", TEXT, reads_cache=False)) == 0
-    assert world.miss() is MissCause.OPTED_OUT
+    request = world.add("a", TEXT, reads_cache=False)
+    assert world.admit(request) == 0
+    answer = world.reported(LookupAnswered)[-1]
+    assert answer == LookupAnswered(request.name, 0, 0, 4, 0, 13, None, opted_out=True)
 
 
 def test_a_miss_names_an_open_store_as_its_cause() -> None:

@@ -329,8 +329,8 @@ class World:
         new = self.core.state.tally.take(everything=True)
         for answer in new:
             if isinstance(answer, LookupAnswered):
-                assert (answer.cause is None) == (not answer.miss_blocks), answer
-                assert 0 <= answer.fetched_tokens <= answer.hit_tokens, answer
+                assert (answer.cause is None) == (answer.opted_out or not answer.miss_blocks), answer
+                assert 0 <= answer.disk_tokens + answer.remote_tokens <= answer.hit_tokens, answer
         self.log += new
         self.blocks_on_host += sum(map(_blocks_gained, new))
         results = self.core.take_results()

@@ -22,7 +22,7 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.telemetry.journal import JournalFile
 from kvoffload.testing import FakeDevice
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena
-from kvoffload.transfer.host_memory import HostChunk, slots_for
+from kvoffload.transfer.host_memory import RESERVE, HostChunk, slots_for
 from tests.cuda_emulator import build
 from tests.doctor.trees import GIB, Machine, ask, machine, setup
 from tests.tooling.scripts import ROOT
@@ -82,7 +82,7 @@ def test_property_a_start_is_refused_where_the_check_says_error(
 ) -> None:
     """The available memory is within a few KiB of the required memory, where rounding matters."""
     layout, share = FakeDevice(1, pages).layout, share + sum(pages)
-    left = ranks * share // 1024 + above
+    left = (RESERVE + ranks * share) // 1024 + above
     read = {"/proc/meminfo": f"MemAvailable: {left} kB\n"}.get
     sizes = Sizes(ranks, layout.slot_bytes, tuple(pages))
     with patch.object(memory, "read_file", read):
@@ -100,7 +100,8 @@ def test_property_a_start_is_refused_where_the_check_says_error(
     [
         ({}, 80, "ok", "80.0 GiB fit the 100.0 GiB that the machine has left now"),
         ({}, 95, "warning", "95.0 GiB leave less than a tenth of the 100.0 GiB that the machine has left"),
-        ({}, 101, "error", "101.0 GiB are more than the 100.0 GiB that the machine has left"),
+        ({}, 101, "error", "101.0 GiB are too much for the 100.0 GiB that the machine has left"),
+        ({}, 100, "error", "now: 256.0 MiB must stay free"),
         ({"proc/meminfo": "MemAvailable: lots kB\n"}, 8, "unknown", "/proc/meminfo cannot be read"),
         (
             {"sys/fs/cgroup/engine/memory.max": f"{16 * GIB}\n"},
@@ -120,7 +121,7 @@ def test_property_a_start_is_refused_where_the_check_says_error(
             },
             8,
             "error",
-            "8.0 GiB are more than the 5.0 GiB that the cgroup /sys/fs/cgroup/pod has left",
+            "8.0 GiB are too much for the 5.0 GiB that the cgroup /sys/fs/cgroup/pod has left",
         ),
         (
             {

@@ -8,7 +8,7 @@ from kvoffload.checks.check import Check, Finding, Setup, fail
 from kvoffload.checks.startup import examine, examine_rank, log_warnings
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
-from kvoffload.transfer.host_memory import read_file
+from kvoffload.transfer.host_memory import RESERVE, read_file
 from tests.captured_logs import capture_logs
 from tests.doctor.trees import GIB, Machine, machine, setup
 from tests.reference.rig import rig
@@ -40,13 +40,13 @@ def test_each_failing_check_is_one_warning_with_stable_keys(tmp_path: Path) -> N
 
 
 def test_only_one_rank_of_a_machine_logs_warnings(tmp_path: Path) -> None:
-    tight = machine(tmp_path, {"proc/meminfo": "MemAvailable: 6144 kB\n"})
+    tight = machine(tmp_path, {"proc/meminfo": f"MemAvailable: {(RESERVE + 6 * 2**20) // 1024} kB\n"})
     config = OffloadConfig(host_bytes=8 * 2**20)
     assert [line["check"] for line in warnings(0, 2, config, tight)] == ["host memory"]
     assert warnings(1, 2, config, tight) == []
     # with one rank per machine, each machine needs half of the memory
     assert warnings(0, 2, config, tight, local_ranks=1) == []
-    small = machine(tmp_path, {"proc/meminfo": "MemAvailable: 2048 kB\n"})
+    small = machine(tmp_path, {"proc/meminfo": f"MemAvailable: {(RESERVE + 2**21) // 1024} kB\n"})
     assert [line["check"] for line in warnings(1, 2, config, small, local_ranks=1)] == ["host memory"]
 
 

@@ -14,7 +14,7 @@ from kvoffload.model.wire import Direction, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier
-from kvoffload.transfer.host_memory import slots_for
+from kvoffload.transfer.host_memory import RESERVE, slots_for
 from tests.captured_logs import capture_logs
 from tests.copy_jobs import device_job
 from tests.runtime.manual_portal import ManualPortal
@@ -201,7 +201,7 @@ def test_the_end_of_the_transfer_coroutine_is_noticed(made: Side) -> None:
 def test_the_first_rank_of_each_machine_checks_the_memory_for_all_its_ranks(
     rank: int, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = f"MemAvailable: {3 * 4 * 1024} kB\n"
+    left = f"MemAvailable: {(RESERVE + 3 * 4 * 2**20) // 1024} kB\n"
     on_machine = partial(slots_for, read={"/proc/meminfo": left}.get)
     monkeypatch.setattr("kvoffload.runtime.worker_side.slots_for", on_machine)
     config, portal = OffloadConfig(host_bytes=8 * 4 * 2**20), Portal("test")

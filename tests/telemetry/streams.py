@@ -20,9 +20,9 @@ _FIELD_TYPES = {
 
 @st.composite
 def lookups(draw: st.DrawFn) -> LookupAnswered:
-    """Draw a lookup's answer, which has a miss cause if and only if a block missed."""
-    missed = draw(st.integers(0, 50))
-    cause = draw(st.sampled_from(MissCause)) if missed else None
+    """Draw a lookup's answer, which has a miss cause if and only if a block was looked up and missed."""
+    missed, opted_out = draw(st.integers(0, 50)), draw(st.booleans())
+    cause = draw(st.sampled_from(MissCause)) if missed and not opted_out else None
     number = st.integers(0, 1000)
     return LookupAnswered(
         request=draw(st.sampled_from(["a", "b"])),  # type: ignore[arg-type]
@@ -32,6 +32,7 @@ def lookups(draw: st.DrawFn) -> LookupAnswered:
         hit_tokens=draw(number),
         miss_tokens=draw(number),
         cause=cause,
+        opted_out=opted_out,
     )
 
 

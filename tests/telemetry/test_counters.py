@@ -11,6 +11,7 @@ from kvoffload.bus.bus import Bus
 from kvoffload.model.causes import (
     CopyOutcome,
     EvictionCause,
+    Found,
     LoadOutcome,
     MissCause,
     PinDropCause,
@@ -27,6 +28,7 @@ from kvoffload.model.events import (
     DiskBlocksEvicted,
     Event,
     FactRejected,
+    FirstTokenReached,
     HitDropped,
     JobAbandoned,
     LoadEnded,
@@ -107,6 +109,23 @@ def test_a_lookup_counts_only_its_first_missing_block_under_its_cause() -> None:
         "kvoffload_miss_blocks_total": {("evicted",): 1, ("behind_miss",): 3},
     }
     assert "kvoffload_miss_blocks_total" not in count(LookupAnswered(A, 0, 3, 0, 48, 0, None)).counts
+
+
+def test_a_request_that_opted_out_counts_no_miss() -> None:
+    change = count(LookupAnswered(A, 0, 0, 4, 0, 60, None, opted_out=True))
+    assert change.counts == {
+        "kvoffload_lookup_blocks_total": {("opted_out",): 4},
+        "kvoffload_lookup_tokens_total": {("opted_out",): 60},
+    }
+    assert conservation(change) == []
+
+
+def test_fetched_tokens_of_one_request_are_counted_for_both_tiers() -> None:
+    answered = LookupAnswered(A, 0, 3, 0, 48, 0, None, disk_tokens=16, remote_tokens=8)
+    reached = FirstTokenReached(A, Found.REMOTE, 0.5, 0, 24, 16, 8, 0)
+    counts = count(answered, reached).counts
+    assert counts["kvoffload_fetched_tokens_total"] == {("disk",): 16, ("remote",): 8}
+    assert counts["kvoffload_prompt_tokens_total"] == {("host",): 24, ("disk",): 16, ("remote",): 8}
 
 
 def test_answers_of_the_remote_tier_are_counted_and_timed() -> None:

@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+import asyncio
 import re
+from contextlib import nullcontext
 
 import pytest
 
 from kvoffload.model.config import ADVICE
-from kvoffload.model.errors import ConfigError
+from kvoffload.model.errors import ConfigError, HostMemoryError
 from kvoffload.testing import FakeDevice
-from kvoffload.transfer.host_memory import advise_host_bytes, available_bytes, slots_for
+from kvoffload.transfer.host_memory import (
+    RESERVE,
+    MmapAllocator,
+    advise_host_bytes,
+    available_bytes,
+    slots_for,
+)
 from kvoffload.transfer.ports import ReadText
+from tests.gates import ManualExecutor
 
 LAYOUT = FakeDevice(4, [4096, 1024]).layout
 MIB = 2**20
@@ -20,7 +29,12 @@ def machine(**files: str) -> ReadText:
     return texts.get
 
 
-ROOMY = machine(proc__meminfo=f"MemTotal: 9 kB\nMemAvailable: {1024 * 1024} kB\n")
+def having(left: int) -> ReadText:
+    """Return a reader of kernel files on a machine that has this many bytes left beyond the bytes that stay free."""
+    return machine(proc__meminfo=f"MemTotal: 9 kB\nMemAvailable: {(RESERVE + left) // 1024} kB\n")
+
+
+ROOMY = having(1024 * MIB)
 
 
 def test_the_number_of_slots_is_what_fits_into_memory() -> None:
@@ -32,11 +46,11 @@ def test_the_number_of_slots_is_what_fits_into_memory() -> None:
     ("size", "ranks", "reason"),
     [
         (5119, 1, "host_bytes gives each rank 5119 bytes, below one block of 5120 bytes"),
-        (1024 * MIB + 5120, 1, "above the 1.0 GiB that the machine has left now"),
+        (1024 * MIB + 5120, 1, "above the 1.2 GiB that the machine has left now; 256.0 MiB must stay free"),
         (
             205 * MIB,
             8,
-            "all 8 ranks of this machine 1.6 GiB, above the 1.0 GiB that the machine has left now",
+            "all 8 ranks of this machine 1.6 GiB, above the 1.2 GiB that the machine has left now",
         ),
     ],
     ids=["below one block", "above the machine's", "all ranks above the machine's"],
@@ -50,15 +64,15 @@ def test_a_size_that_does_not_fit_is_refused(size: int, ranks: int, reason: str)
 @pytest.mark.parametrize(
     ("ranks", "local_ranks", "device_mib", "advised"),
     [
-        (1, None, None, "at least three times the device's KV cache, at most 921.6 MiB"),
-        (2, 2, 100, "300.0 MiB, 3.0 times the device's KV cache; at most 921.6 MiB"),
-        (4, 2, 100, "300.0 MiB, 3.0 times the device's KV cache; at most 1.8 GiB"),
-        (1, None, 460, "921.6 MiB, 2.0 times the device's KV cache; at most 921.6 MiB"),
+        (1, None, None, "at least three times the device's KV cache, at most 1.0 GiB"),
+        (2, 2, 100, "300.0 MiB, 3.0 times the device's KV cache; at most 1.0 GiB"),
+        (4, 2, 100, "300.0 MiB, 3.0 times the device's KV cache; at most 2.0 GiB"),
+        (1, None, 460, "1.0 GiB, 2.2 times the device's KV cache; at most 1.0 GiB"),
         (
             1,
             None,
             1024,
-            "921.6 MiB, 0.9 times the device's KV cache, with store_policy lazy; at most 921.6 MiB",
+            "1.0 GiB, 1.0 times the device's KV cache, with store_policy lazy; at most 1.0 GiB",
         ),
     ],
 )
@@ -68,7 +82,24 @@ def test_the_advised_size_fits_the_machine_and_exceeds_the_device(
     device_bytes = None if device_mib is None else device_mib * MIB
     said = advise_host_bytes(ranks, device_bytes, local_ranks, read=ROOMY)
     local = "1 rank" if local_ranks is None else f"{local_ranks} ranks"
-    assert said == f"the machine has 1.0 GiB left for {local}; advised: {advised}"
+    assert said == f"the machine has 1.2 GiB left for {local}; advised: {advised}"
+
+
+def test_no_size_is_advised_where_nothing_would_stay_free() -> None:
+    said = advise_host_bytes(1, MIB, read=having(0))
+    assert (
+        said == "the machine has 256.0 MiB left for 1 rank, and 256.0 MiB must stay free: give it more memory"
+    )
+
+
+@pytest.mark.parametrize(("left", "fits"), [(3 * 5120, True), (3 * 5120 - 1024, False), (-RESERVE, False)])
+def test_the_start_refuses_the_sizes_that_the_arena_would_refuse(left: int, fits: bool) -> None:
+    # Regression: in a cgroup with less left than must stay free, the engine started and never got a slot.
+    with nullcontext() if fits else pytest.raises(ConfigError, match="must stay free"):
+        assert slots_for(3 * 5120, LAYOUT, read=having(left)) == 3
+    allocator = MmapAllocator(ManualExecutor(held=False), read=having(left))
+    with nullcontext() if fits else pytest.raises(HostMemoryError, match="would leave others less"):
+        asyncio.run(allocator.allocate(3 * 5120)).release()
 
 
 def test_unknown_available_memory_limits_nothing_and_no_size_is_advised() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conservation import conservation
 from tests.vllm.engine_rig import (
     MARKS,
     Asked,
@@ -174,13 +175,16 @@ def test_a_reset_of_running_requests_while_no_copy_is_open(
 
 
 def test_requests_with_prompt_logprobs_read_no_cache(scene: tuple[Rig, dict[str, Reported], int]) -> None:
-    """A request with prompt log-probabilities reads no cache, but its blocks are stored."""
+    """A request with prompt log-probabilities reads no cache, but its blocks are stored. Its prompt is no miss."""
     rig, expected, _ = scene
     mixed = {**SCORED, **dict(list(REQUESTS.items())[:10])}
     before = rig.counts
     reported = rig.run(mixed)
     check_same(reported, expected)
-    assert rig.counts.minus(before).count("kvoffload_miss_blocks_total", "opted_out") >= len(SCORED)
+    counts = rig.counts.minus(before)
+    asked = sum(len(one.prompt) for one in SCORED.values())
+    assert counts.count("kvoffload_lookup_tokens_total", "opted_out") >= asked
+    assert conservation(rig.counts) == []
     assert all(len(reported[name].prompt_logprobs) == len(one.prompt) - 1 for name, one in SCORED.items())
     assert all(reported[name].cached == 0 for name in SCORED)
     rig.check_clean()

@@ -23,8 +23,11 @@ from tests.vllm.engine_rig import (
     truth,
 )
 from tests.vllm.stock import checkpoints, engines
+from tests.vllm.tiers_rig import KINDS, living
 
 pytestmark = MARKS
+
+_HITS = "vllm:external_prefix_cache_hits_total"
 
 
 def sample(name: str, **labels: str) -> float:
@@ -76,6 +79,43 @@ def test_vllm_publishes_our_metrics(folder: Path) -> None:
         samples = [one for family in REGISTRY.collect() for one in family.samples]
         assert [one for one in samples if one.value < 0 and "_created" not in one.name] == []
         rig.check_clean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "below", "source"),
+    [
+        *[(kind, "disk", "disk") for kind in KINDS],
+        ("qwen3", "remote", "external_unspecified"),  # vLLM has no source for a remote tier
+    ],
+)
+def test_vllm_counts_loaded_tokens_by_the_tier_that_had_them(
+    kind: checkpoints.Kind, below: str, source: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue("bucket").url if below == "remote" else None
+    with living(kind, tmp_path, url, disable_log_stats=False) as life:
+
+        def counted() -> tuple[dict[str, float], float, float]:
+            names = "host", "disk", "p2p", "external_unspecified"
+            by_source = {
+                name: sample("vllm:prompt_tokens_cached_by_source_total", source=name) for name in names
+            }
+            return by_source, sample("kvoffload_fetched_tokens_total", tier=below), sample(_HITS)
+
+        for _ in range(2):
+            life.ask_without_device()
+            life.rig.finish()
+        life.push_out()
+        before, fetched, hits = counted()
+        cached = sum(answer.cached for answer in life.ask().values())
+        after, fetched_after, hits_after = counted()
+        grown = {name: after[name] - before[name] for name in after}
+        assert grown[source] == fetched_after - fetched > 0
+        assert sum(grown.values()) == hits_after - hits == cached
+        assert {name for name in grown if grown[name]} <= {source, "host"}
+
+        assert life.rig.scheduler.reset_prefix_cache()
+        cached = sum(answer.cached for answer in life.ask().values())
+        assert counted()[0] == {**after, "host": after["host"] + cached}
 
 
 @pytest.mark.parametrize(
