@@ -9,10 +9,14 @@ to a tier use only staging slots, so even if a call hangs, the caller's pages ar
 
 A lock guards the core. The lock is held only for bookkeeping, not while bytes are copied or a tier is called. Whenever
 a call to a tier returns, a thread wakes up and processes the result.
+
+Keys and pages come from another project's code, so each call checks them first. A key or page that cannot be used costs
+only its own answer.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -22,6 +26,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -35,6 +40,7 @@ from kvoffload.core.state import Policy
 from kvoffload.core.tiers import LowerTier
 from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity, with_key
+from kvoffload.disk.index import KEY_BYTES
 from kvoffload.disk.tier_key import read_tier_key
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
@@ -51,7 +57,7 @@ from kvoffload.runtime.tiers_side import TiersSide
 from kvoffload.runtime.worker_side import merged, open_disk, open_remote
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Series, Side, read_all
 from kvoffload.telemetry.counters import Counters
-from kvoffload.telemetry.logging import LogObserver, log_removed
+from kvoffload.telemetry.logging import AtMostEvery, LogObserver, log_removed
 from kvoffload.telemetry.provenance import info_labels
 from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.host_memory import MmapAllocator
@@ -115,7 +121,9 @@ class TierCache:
     """The blocks of one rank on a disk and in a remote tier. Any thread may call the methods.
 
     A tier that fails, hangs or returns wrong data only costs hits: calls neither raise nor exceed their time limits
-    because of such a tier. The cache runs daemon threads.
+    because of such a tier. A key that is no `bytes` object of 1 to 64 bytes, and a page that does not have the regions
+    of `page_bytes`, are answered with False; the first of a kind is logged. The cache runs daemon threads. A forked child
+    has none of them, so all its calls answer False.
 
     Args:
         identify: returns the identity of the KV; called once, on another thread. The call may take long, and may raise.
@@ -149,6 +157,9 @@ class TierCache:
         clock = clock or Clocks()
         self._config = config
         self._monotonic = clock.monotonic
+        self._page_bytes = tuple(page_bytes)
+        self._pid = os.getpid()
+        self._refused: set[str] = set()  # the kinds of unusable arguments that the log has
         self._min_hits = {Tier.DISK: config.disk_min_hits, Tier.REMOTE: config.remote_min_hits}
         self._wake = threading.Event()
         self._portal = portal = _Threads(self._wake)
@@ -173,7 +184,7 @@ class TierCache:
         # for each of the most recently put blocks, how many times it was put
         self._seen: OrderedDict[BlockKey, int] = OrderedDict()
         self._changes: list[tuple[BlockKey, bool]] | None = None
-        self.bus = Bus(core.state.tally)
+        self.bus = Bus()
         self.counters = Counters({tier.tier for tier in self._tiers})
         self._report = TransferReport(
             _RANK,
@@ -182,9 +193,8 @@ class TierCache:
             slot_bytes=arena.layout.slot_bytes,
             wanted_slots=arena.slots,
         )
-        self.observation = SimpleNamespace(
-            info=info_labels(engine or EngineIdentity(), config), reports={_RANK: self._report}
-        )
+        self.reports = {_RANK: self._report}
+        self.observation = SimpleNamespace(info=info_labels(engine or EngineIdentity(), config))
         identifying = portal.new_executor("identity")
         identified = identifying.submit(lambda: with_key(_with_pages(identify(), arena.layout), key))
         identifying.shutdown(wait=False)
@@ -196,7 +206,10 @@ class TierCache:
         clocks = Clocks(clock.monotonic, sleep=clock.sleep)
         self._side = TiersSide(core, self, config, portal, clocks, disk, remote, key)
         self.observation.remote_faults = self._side.remote_faults
-        self._handle_facts()
+        self.bus.on_removed = log_removed
+        self._unreadable = AtMostEvery(inf, clock.monotonic)
+        self.counters.subscribe(self.bus)
+        self._handle(facts.TransferReported(self._report))
         shared = _RANK, 1, config, arena, portal, clock, None, key
         self._disk = None if disk is None else open_disk(disk, *shared)
         self._remote = None if address is None else open_remote(address, *shared)
@@ -204,22 +217,28 @@ class TierCache:
         portal.spawn(run_observer, observer.subscribe(self.bus), observer, log_removed)
         threading.Thread(target=self._run, name=f"{portal.name}-ends", daemon=True).start()
 
-    def _handle_facts(self) -> None:
-        bus, core = self.bus, self.core
-        bus.on_state_error = lambda error, fact: self._broke(error, type(fact).__name__)
-        bus.on_removed = log_removed
-        self.counters.subscribe(bus)
-        bus.handle(facts.TransferReported, core.transfer_reported)
-        bus.handle(facts.JobOverdue, core.job_overdue)
-        bus.handle(facts.CacheReset, core.cache_reset)
-        bus.count(facts.RemoteAnswered, lambda fact: self._asked.discard(fact.request))
-        self._side.handle_facts(bus)
-        bus.dispatch([facts.TransferReported(self._report)])
+    def _handle(self, *received: facts.Fact) -> None:
+        """Pass facts to the core, and then the facts and the core's events to observers in one batch."""
+        batch = list[object]()
+        for fact in received:
+            batch.append(fact)
+            self.ask(type(fact).__name__, partial(self.core.handle, fact), None)
+            batch += self._state.tally.take()
+            if isinstance(fact, facts.RemoteAnswered):
+                self._asked.discard(fact.request)
+        self.bus.dispatch(batch)
 
     # -- calls --------------------------------------------------------------------------------------------------
 
+    @property
+    def is_forked(self) -> bool:
+        """Return whether this process is a forked child of the process that created the cache."""
+        return self._pid != os.getpid()
+
     def wait_open(self, timeout_s: float) -> bool:
         """Wait until every tier is open or has failed; return whether all tiers can be used."""
+        if self.is_forked:
+            return False
         with self._changed:
             self._wait(
                 lambda: all(tier.is_usable or tier.is_closed for tier in self._tiers), _until(timeout_s)
@@ -230,14 +249,17 @@ class TierCache:
         """Return for each key whether a tier has its block. The remote tier's answer is only a hint.
 
         Args:
-            keys: the blocks' keys, at most 64 bytes each; digests, because the first bytes must be spread evenly.
+            keys: the blocks' keys, 1 to 64 bytes each; digests, because the first bytes must be spread evenly.
             timeout_s: seconds to wait for the remote tier, by default `remote_timeout_s`; 0 skips the query.
         """
-        until, wanted = _until(timeout_s, self._config.remote_timeout_s), [BlockKey(key) for key in keys]
+        until = _until(timeout_s, self._config.remote_timeout_s)
+        places, wanted = self._usable("exists", keys)
+        if not places:
+            return [False] * len(keys)
         with self._changed:
             if timeout_s != 0:
                 self.ask("exists", lambda: self._ask_remote(wanted, until, are_hints_enough=False), None)
-            return [self._has(key) for key in wanted]
+            return _spread(places, [self._has(key) for key in wanted], len(keys))
 
     def get(self, keys: Sequence[bytes], pages: Sequence[Page], timeout_s: float | None = None) -> list[bool]:
         """Copy blocks into pages.
@@ -249,16 +271,16 @@ class TierCache:
 
         Returns:
             For each key, whether its page has the block's verified bytes. The bytes of other pages are undefined.
-
-        Raises:
-            ValueError: a page's regions do not have the sizes in `page_bytes`.
         """
-        until, wanted = _until(timeout_s, self._config.transfer_timeout_s), [BlockKey(key) for key in keys]
-        found = [False] * len(keys)
+        until = _until(timeout_s, self._config.transfer_timeout_s)
+        places, wanted = self._usable("get", keys, pages)
+        if not places:
+            return [False] * len(keys)
+        targets, found = [pages[place] for place in places], [False] * len(places)
         with self._changed:
             epoch = self._state.epoch
             self.ask("get", lambda: self._ask_remote(wanted, until, are_hints_enough=True), None)
-        for some in self._batches(len(keys)):
+        for some in self._batches(len(wanted)):
             slots: dict[BlockKey, SlotId] = {}
             with self._changed:
                 self.ask("get", partial(self._fetch, [wanted[place] for place in some], slots, until), None)
@@ -267,30 +289,33 @@ class TierCache:
                     # `held` raises after `close`, which has freed the memory.
                     for place in some:
                         if (slot := slots.get(wanted[place])) is not None:
-                            _copy(self._arena.pages(slot), pages[place])
+                            _copy(self._arena.pages(slot), targets[place])
                             found[place] = True
             finally:
                 with self._changed:
                     self.ask("get", partial(self._pool.unpin, [*slots.values()]), None)
-        return self._answer(wanted, found, epoch)
+        return _spread(places, self._answer(wanted, found, epoch), len(keys))
 
     def put(self, keys: Sequence[bytes], pages: Sequence[Page], timeout_s: float | None = None) -> list[bool]:
-        """Write blocks to every tier that lacks them; see `get` for the arguments and errors.
+        """Write blocks to every tier that lacks them; see `get` for the arguments.
 
         Returns:
             For each key, whether a tier has its block.
         """
-        until, wanted = _until(timeout_s, self._config.transfer_timeout_s), [BlockKey(key) for key in keys]
-        stored = [False] * len(keys)
+        until = _until(timeout_s, self._config.transfer_timeout_s)
+        places, wanted = self._usable("put", keys, pages)
+        if not places:
+            return [False] * len(keys)
+        sources, stored = [pages[place] for place in places], [False] * len(places)
         with self._changed:
             epoch = self._state.epoch
-        for some in self._batches(len(keys)):
-            given = {wanted[place]: pages[place] for place in some}
+        for some in self._batches(len(wanted)):
+            given = {wanted[place]: sources[place] for place in some}
             self._put(given, until, epoch)
             with self._changed:
                 for place in some:
                     stored[place] = self._has(wanted[place])
-        return self._answer(wanted, stored, epoch)
+        return _spread(places, self._answer(wanted, stored, epoch), len(keys))
 
     def reset(self) -> bool:
         """Discard all blocks, so that no later call finds a block that was put before.
@@ -299,11 +324,13 @@ class TierCache:
             True if later processes cannot find the discarded blocks either. After False, call `reset` again when the
             tiers answer.
         """
+        if self.is_forked:
+            return False
         with self._one_reset:
             with self._changed:
                 # The flag keeps other calls out while the catalogs wait for their tiers without the lock.
                 self._is_resetting = True
-                self.bus.dispatch([facts.CacheReset()])
+                self._handle(facts.CacheReset())
                 self._changed.notify_all()
             try:
                 return self._side.reset()
@@ -316,6 +343,8 @@ class TierCache:
 
         The first call returns an empty list, and starts recording the changes.
         """
+        if self.is_forked:
+            return []
         with self._changed:
             if self._changes is None:
                 self._changes = [] if self._state.disk is None else self._state.disk.pool.index.watch()
@@ -326,10 +355,16 @@ class TierCache:
     def gauges(self) -> Mapping[str, Series]:
         """Return the series of the metrics that apply to a `TierCache`, by name; only counters after `close`."""
         metrics = [metric for metric in METRICS if not self._is_closed or metric.kind is Kind.COUNTER]
-        return read_all(cast("Side", self), self.counters.tiers, metrics)
+        return read_all(cast("Side", self), self.counters.tiers, self._reader_failed, metrics)
+
+    def _reader_failed(self, metric: str, error: Exception) -> None:
+        if self._unreadable.due(metric) is not None:
+            log_removed(metric, error)
 
     def close(self) -> None:
         """Close the tiers. Wait for the disk for at most `disk_drain_s`, and never for the remote tier."""
+        if self.is_forked:
+            return
         with self._changed:
             if self._is_closed:
                 return
@@ -343,6 +378,37 @@ class TierCache:
         self._arena.close()
         self.bus.close()
         self._portal.close()
+
+    # -- at the entrance ----------------------------------------------------------------------------------------
+
+    def _usable(
+        self, call: str, keys: Sequence[bytes], pages: Sequence[Page] | None = None
+    ) -> tuple[list[int], list[BlockKey]]:
+        """Return the positions of the keys that can be used with their pages, and these keys."""
+        if self.is_forked:
+            self._refuse(call, "fork", "a forked child has none of the cache's threads")
+            return [], []
+        if pages is not None and len(pages) != len(keys):
+            self._refuse(call, "count", f"{len(keys)} keys came with {len(pages)} pages")
+            return [], []
+        places = list[int]()
+        for place, key in enumerate(keys):
+            if problem := _problem_of_key(key):
+                self._refuse(call, "key", problem)
+            elif pages is not None and (
+                problem := _problem_of_page(pages[place], self._page_bytes, is_read=call == "put")
+            ):
+                self._refuse(call, "page", problem)
+            else:
+                places.append(place)
+        return places, [BlockKey(keys[place]) for place in places]
+
+    def _refuse(self, call: str, kind: str, reason: str) -> None:
+        """Log the first problem of its kind. Each further line would say the same."""
+        if kind not in self._refused:
+            self._refused.add(kind)
+            note = "such blocks are neither found nor stored, and this is logged once"
+            log.warning("tier_call_refused", call=call, reason=reason, note=note)
 
     # -- with the lock ------------------------------------------------------------------------------------------
 
@@ -539,13 +605,13 @@ class TierCache:
         """Process ended calls to the tiers, and time out calls that take too long."""
         now, jobs = self._monotonic(), self._state.jobs
         if batch := self._side.take_facts(now):
-            self.bus.dispatch([*batch])
+            self._handle(*batch)
             self.core.lower_tiers.stop()  # A warm start would fill the staging slots.
         parts = [None if copies is None else copies.take() for copies in (self._disk, self._remote)]
         report, before = merged(self._report, *parts), jobs.open_on_tiers
         if any(part is not None and part.is_new for part in parts):
-            self.observation.reports[_RANK] = report
-            self.bus.dispatch([facts.TransferReported(report)])
+            self.reports[_RANK] = report
+            self._handle(facts.TransferReported(report))
         self._side.reported([report], now, has_moved=jobs.open_on_tiers != before)
         if events := self._state.tally.take():
             self.bus.dispatch([*events])
@@ -596,6 +662,35 @@ def _staging(page_bytes: Sequence[int], portal: Portal) -> Arena:
 def _with_pages(identity: KVIdentity, layout: DeviceLayout) -> KVIdentity:
     """Return the identity with the pages' layout added, so that lookups find only blocks of the same layout."""
     return replace(identity, settings={**identity.settings, "pages": digest_of(layout).hex()})
+
+
+def _problem_of_key(key: object) -> str:
+    """Return why a key cannot be used; "" if it can."""
+    if not isinstance(key, bytes):
+        return f"a key is of the type {type(key).__name__}, not bytes"
+    return "" if 0 < len(key) <= KEY_BYTES else f"a key has {len(key)} bytes, not 1 to {KEY_BYTES}"
+
+
+def _problem_of_page(page: Page, sizes: Sequence[int], *, is_read: bool) -> str:
+    """Return why a page cannot be copied from, or also not to if not `is_read`; "" if it can."""
+    try:
+        views = [memoryview(region) for region in page]
+        found = tuple([view.nbytes for view in views])
+    except (TypeError, ValueError) as error:  # it has no memory, or memory that was released
+        return f"a page has no usable memory: {error}"
+    if found != sizes:
+        return f"a page has regions of {found} bytes, not of {sizes}"
+    if not all(view.c_contiguous and (is_read or not view.readonly) for view in views):
+        return "a page's memory is not contiguous, or cannot be written"
+    return ""
+
+
+def _spread(places: Sequence[int], answers: Sequence[bool], count: int) -> list[bool]:
+    """Return `count` answers: these answers at their positions, and False elsewhere."""
+    spread = [False] * count
+    for place, answer in zip(places, answers, strict=True):
+        spread[place] = answer
+    return spread
 
 
 def _copy(sources: Page, targets: Page) -> None:

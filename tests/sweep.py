@@ -1,4 +1,4 @@
-"""Makes one call of a core function raise, a different call in each trial."""
+"""Makes one call of a function raise, a different call in each trial."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-import kvoffload.core
+import kvoffload
 
-_CORE = tuple(f"{Path(path)}{os.sep}" for path in kvoffload.core.__path__)
+_PACKAGE = Path(kvoffload.__file__).parent
+CORE = (f"{_PACKAGE / 'core'}{os.sep}",)
+"""The code of the core."""
+OBSERVERS = (
+    f"{_PACKAGE / 'telemetry'}{os.sep}",
+    *(str(_PACKAGE / "runtime" / f"{module}.py") for module in ("observation", "benefit", "step_times")),
+)
+"""The code that only observes."""
 
 
 class Place(NamedTuple):
@@ -28,13 +35,13 @@ class Place(NamedTuple):
 
 
 class Broken(Exception):
-    """Raised by the core in a trial."""
+    """Raised in a trial."""
 
 
-def places(act: Callable[[], object]) -> list[Place]:
-    """Return calls of core functions in `act`: the first two, the middle and the last of each function."""
+def places(act: Callable[[], object], code: tuple[str, ...] = CORE) -> list[Place]:
+    """Return calls in `act` of functions of this code: the first two, the middle and the last of each function."""
     counts: Counter[str] = Counter()
-    names = _Names()
+    names = _Names(code)
 
     def seen(frame: FrameType, event: str, _argument: object) -> None:
         if event == "call" and (name := names.of(frame.f_code)) is not None:
@@ -50,9 +57,9 @@ def places(act: Callable[[], object]) -> list[Place]:
 
 
 @contextmanager
-def raising(place: Place) -> Iterator[Callable[[], bool]]:
+def raising(place: Place, code: tuple[str, ...] = CORE) -> Iterator[Callable[[], bool]]:
     """Make this call raise when it begins. Yield a function that returns whether the call has raised."""
-    left, names = place.call, _Names()
+    left, names = place.call, _Names(code)
 
     def seen(frame: FrameType, event: str, _argument: object) -> None:
         nonlocal left
@@ -71,14 +78,15 @@ def chosen(found: Sequence[Place], every: int) -> list[Place]:
 
 
 class _Names:
-    """Maps code to the names of core functions. Other code and unnamed functions have the name None."""
+    """Maps code objects to the names of this code's functions. Others and unnamed functions have the name None."""
 
-    def __init__(self) -> None:
+    def __init__(self, code: tuple[str, ...]) -> None:
+        self._code = code
         self._known: dict[CodeType, str | None] = {}
 
     def of(self, code: CodeType) -> str | None:
         if code not in self._known:
-            is_one = code.co_filename.startswith(_CORE) and not code.co_name.startswith("<")
+            is_one = code.co_filename.startswith(self._code) and not code.co_name.startswith("<")
             # Generators are left out: closing one enters its code, where an exception cannot be reported.
             is_one &= not code.co_flags & CO_GENERATOR
             self._known[code] = f"{Path(code.co_filename).stem}.{code.co_qualname}" if is_one else None

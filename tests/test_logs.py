@@ -16,6 +16,7 @@ from kvoffload.model.events import (
     FactRejected,
     JobAbandoned,
     LoadEnded,
+    PrefixExceedsHost,
     ResetEnded,
     ResetStarted,
     StoreEnded,
@@ -66,6 +67,10 @@ LINES: list[tuple[Event, str]] = [
     (
         TierCopyEnded(JOB, Direction.LOAD, 2, TierOutcome.CORRUPT, 0.0, Tier.DISK),
         "WARNING tier_copy_failed job=1",
+    ),
+    (
+        PrefixExceedsHost(A, 21, 16),
+        "WARNING prefix_exceeds_host request=a blocks=21 slots=16 note=",
     ),
     (ResetStarted(1, 2, 3, 4), "INFO reset_started epoch=1 dropped_blocks=2 draining_blocks=3 open_jobs=4"),
     (ResetEnded(1, 2), "INFO reset_ended epoch=1 abandoned_jobs=2"),

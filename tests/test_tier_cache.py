@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from hashlib import sha256
 from multiprocessing.connection import Connection
 from operator import le
@@ -115,6 +117,12 @@ def put_and_close(start: Start, *numbers: int, **options: Any) -> None:  # noqa:
     rig.cache.close()
 
 
+def key_file(path: Path) -> Path:
+    path.touch(0o600)
+    path.write_text(path.name * 16)
+    return path
+
+
 def events(lines: list[dict[str, Any]]) -> set[str]:
     return {line["event"] for line in lines}
 
@@ -183,11 +191,41 @@ def test_r18_blocks_of_another_model_or_layout_are_not_found(
 def test_r18_blocks_written_with_another_tier_key_are_not_found(start: Start, tmp_path: Path) -> None:
     own, other = ({"tier_key_file": str(tmp_path / name)} for name in ("own key", "other key"))
     for name in ("own key", "other key"):
-        (tmp_path / name).touch(0o600)
-        (tmp_path / name).write_text(name * 8)
+        key_file(tmp_path / name)
     put_and_close(start, 0, **own)
     assert start(**other).has(0) == [False]
     assert start(**own).get(0) == [True]
+
+
+OTHER = replace(IDENTITY, weights="weights 2")
+
+
+@pytest.mark.parametrize("what", ["renamed", "copied", "only the replica's"])
+@pytest.mark.parametrize("has_key", [False, True])
+def test_r18_a_folder_that_was_made_for_other_kv_is_not_used_and_one_line_says_so(
+    start: Start, tmp_path: Path, what: str, *, has_key: bool
+) -> None:
+    key = {"tier_key_file": str(key_file(tmp_path / "key"))} if has_key else {}
+    disk = tmp_path / "disk"
+    put_and_close(start, 0, 1, disk_path=str(disk), **key)
+    (own,) = disk.glob("*/")
+    put_and_close(start, 2, identity=OTHER, disk_path=str(disk), **key)
+    (other,) = (path for path in disk.glob("*/") if path != own)
+    source, target = (own, other) if what != "only the replica's" else (own / "replica0", other / "replica0")
+    shutil.rmtree(target)
+    shutil.move(source, target) if what == "renamed" else shutil.copytree(source, target)
+    with capture_logs() as lines:
+        rig = start(identity=OTHER, disk_path=str(disk), **key)
+        assert rig.has(0, 1, 2) == [False] * 3
+        assert rig.put(0) == rig.get(0) == [True]
+    (line,) = (line for line in lines if line["log_level"] != "info")
+    reason = f"it was made for other KV, with the fingerprint {own.name!r}"
+    note = "" if what == "only the replica's" else "; its identity.json names other weights"
+    assert (line["event"], line["reason"]) == ("disk_index_dropped", reason + note)
+    rig.cache.close()
+    with capture_logs() as lines:
+        assert start(identity=OTHER, disk_path=str(disk), **key).get(0) == [True]
+    assert {line["log_level"] for line in lines} == {"info"}
 
 
 def test_r17_blocks_that_are_corrupt_on_the_disk_are_read_from_the_remote_tier_or_missed(
@@ -378,17 +416,111 @@ def test_r12_a_core_that_raises_switches_the_tiers_off(start: Start, monkeypatch
     assert [line["event"] for line in lines] == ["core_raised"]
 
 
-def test_pages_of_the_wrong_size_raise_an_error(start: Start) -> None:
-    rig = start()
-    with pytest.raises(ValueError, match="zip"):
-        rig.cache.put([key_of(0)], [blank((640, 96))])
-    with pytest.raises(ValueError, match="broadcast"):
-        rig.cache.put([key_of(0)], [blank((640, 96, 5001))])
-    assert rig.put(0) == [True]
-    with pytest.raises(ValueError, match="broadcast"):
-        rig.cache.get([key_of(0)], [blank((640, 97, 5000))])
-    assert rig.get(0) == [True]
+ODD_KEYS: dict[str, tuple[Any, str]] = {
+    "empty": (b"", "a key has 0 bytes, not 1 to 64"),
+    "65 bytes": (b"k" * 65, "a key has 65 bytes, not 1 to 64"),
+    "text": ("k", "a key is of the type str, not bytes"),
+    "a buffer": (bytearray(32), "a key is of the type bytearray, not bytes"),
+    "none": (None, "a key is of the type NoneType, not bytes"),
+}
+
+
+@pytest.mark.parametrize(("key", "reason"), ODD_KEYS.values(), ids=ODD_KEYS)
+@pytest.mark.parametrize("tier", ["disk", "remote"])
+def test_a_key_that_is_no_key_costs_only_itself_and_one_line(
+    start: Start, store: FakeStore, tier: str, key: bytes, reason: str
+) -> None:
+    rig = start(**(REMOTE if tier == "remote" else {}))
+    with capture_logs() as lines:
+        for _ in range(2):
+            keys, pages = [key_of(0), key, key_of(1)], [page_of(0), page_of(9), page_of(1)]
+            assert rig.cache.put(keys, pages, WAIT_S) == [True, False, True]
+            assert rig.cache.exists(keys, WAIT_S) == [True, False, True]
+            assert rig.cache.get(keys, [blank(), blank(), blank()], WAIT_S) == [True, False, True]
+    assert [(line["event"], line["reason"]) for line in lines] == [("tier_call_refused", reason)]
+    # The index is written before the cache closes; a key in it that is too long would have closed the disk.
+    assert rig.put(2) == rig.get(2) == [True]
+    rig.cache.close()
+    assert start(**(REMOTE if tier == "remote" else {})).get(0, 1, 2) == [True] * 3
+
+
+ODD_PAGES: dict[str, tuple[Any, str]] = {
+    "a region is missing": (
+        blank((640, 96)),
+        "a page has regions of (640, 96) bytes, not of (640, 96, 5000)",
+    ),
+    "a region is too long": (blank((640, 96, 5001)), "(640, 96, 5001) bytes"),
+    "a region has one byte": (blank((640, 1, 5000)), "(640, 1, 5000) bytes"),
+    "no region": ([], "a page has regions of () bytes"),
+    "no page": (None, "a page has no usable memory"),
+    "numbers": ([1, 2, 3], "a page has no usable memory"),
+    "every second byte": (
+        [*blank((640, 96)), memoryview(bytearray(10_000))[::2]],
+        "a page's memory is not contiguous",
+    ),
+}
+
+
+@pytest.mark.parametrize(("page", "reason"), ODD_PAGES.values(), ids=ODD_PAGES)
+def test_a_page_of_another_size_costs_only_itself_and_one_line(start: Start, page: Page, reason: str) -> None:
+    rig, keys = start(), [key_of(0), key_of(1)]
+    with capture_logs() as lines:
+        for _ in range(2):
+            assert rig.cache.put(keys, [page, page_of(1)], WAIT_S) == [False, True]
+        assert rig.put(0) == [True]
+        assert rig.cache.get(keys, [page, blank()], WAIT_S) == [False, True]
+    (line,) = lines
+    assert (line["event"], reason in line["reason"]) == ("tier_call_refused", True), line
+    assert rig.get(0, 1) == [True, True]
     assert rig.cache.core.audit() == []
+
+
+def test_a_page_that_cannot_be_written_is_only_put(start: Start) -> None:
+    rig, page = start(), [region.toreadonly() for region in page_of(0)]
+    with capture_logs() as lines:
+        assert rig.cache.put([key_of(0)], [page], WAIT_S) == [True]
+        assert rig.cache.get([key_of(0)], [page], WAIT_S) == [False]
+    assert [line["event"] for line in lines] == ["tier_call_refused"]
+    assert rig.get(0) == [True]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_call_with_fewer_or_more_pages_than_keys_finds_and_stores_nothing(start: Start, count: int) -> None:
+    rig, keys = start(), [key_of(0), key_of(1)]
+    with capture_logs() as lines:
+        assert rig.cache.put(keys, [page_of(0)] * count, WAIT_S) == [False, False]
+        assert rig.put(0, 1) == [True, True]
+        assert rig.cache.get(keys, [blank()] * count, WAIT_S) == [False, False]
+    assert [line["reason"] for line in lines] == [f"2 keys came with {count} pages"]
+    assert rig.get(0, 1) == [True, True]
+
+
+def test_a_forked_child_finds_nothing_and_does_not_wait_for_the_parents_threads(start: Start) -> None:
+    rig, gate = start(), ThreadGate()
+    assert rig.put(0) == [True]
+
+    def hold_lock() -> None:
+        with rig.cache._changed:
+            gate.arrive()
+
+    holder = threading.Thread(target=hold_lock)
+    holder.start()
+    gate.wait_for_arrivals(1)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(20)  # ends a child that hangs
+        try:
+            answers = [rig.put(1), rig.get(0), rig.has(0)]
+            others = [rig.cache.wait_open(WAIT_S), rig.cache.reset(), rig.cache.take_changes()]
+            rig.cache.close()
+            os._exit(answers != [[False]] * 3 or others != [False, False, []])
+        finally:
+            os._exit(2)
+    gate.open()
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert rig.get(0) == [True]
 
 
 def test_settings_of_other_parts_are_refused(tmp_path: Path) -> None:

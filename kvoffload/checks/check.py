@@ -33,6 +33,7 @@ class Sizes:
         page_bytes: bytes of one block on one rank, in each tensor of the KV cache.
         device_blocks: the number of blocks in the device's KV cache.
         engines: how many engines of these sizes run on this machine.
+        device_bytes: bytes of the KV cache on one rank, if they are known without the size of a block.
     """
 
     ranks: int = 1
@@ -40,6 +41,7 @@ class Sizes:
     page_bytes: tuple[int, ...] = ()
     device_blocks: int | None = None
     engines: int = 1
+    device_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +100,15 @@ class Given:
         checks: the adapter's checks.
         parse: parses the settings, or raises `ConfigError`. None unless the engine has its own host tier and uses only
             kvoffload's lower tiers.
+        unread: the reason why the engine's configuration, and with it the settings, could not be read; None if it was
+            read or not given.
     """
 
     settings: Mapping[str, object] | None
     sizes: Sizes
     checks: tuple[Check, ...]
     parse: Callable[[Mapping[str, object]], OffloadConfig] | None = None
+    unread: Finding | None = None
 
 
 def run_checks(checks: Iterable[Check], setup: Setup) -> list[Finding]:

@@ -83,22 +83,65 @@ def _huge_pages(_: Setup) -> Finding:
 
 
 def _host_pool(setup: Setup) -> Finding:
-    block, device = setup.sizes.block_bytes, setup.sizes.device_blocks
-    if not block or not device:
+    sizes, config = setup.sizes, setup.config
+    if not sizes.block_bytes or not sizes.device_blocks:
+        return _host_pool_by_bytes(setup)
+    slots = config.host_bytes // sizes.ranks // sizes.block_bytes
+    ratio = f"{slots:,} blocks on the host, {sizes.device_blocks:,} on the device"
+    if slots == 0:
+        return fail(
+            f"{ratio}: one block takes {size_text(sizes.block_bytes)} on each rank", "raise host_bytes"
+        )
+    return _compared(setup, ratio, slots, sizes.device_blocks, sizes.block_bytes * sizes.device_blocks)
+
+
+def _host_pool_by_bytes(setup: Setup) -> Finding:
+    block, device = setup.sizes.block_bytes, setup.sizes.device_bytes
+    if not device:
         lacking = "give --kv-cache-memory-bytes or --device-blocks" if block else "needs the model sizes"
         return unknown("whether the host holds more blocks than the device", lacking)
-    ranks = setup.sizes.ranks
-    slots = setup.config.host_bytes // ranks // block
-    ratio = f"{slots:,} blocks on the host, {device:,} on the device"
-    if slots == 0:
-        return fail(f"{ratio}: one block takes {size_text(block)} on each rank", "raise host_bytes")
-    if slots < _WORTH * device and setup.config.store_policy != "lazy":
+    host = setup.config.host_bytes // setup.sizes.ranks
+    ratio = f"{size_text(host)} on the host, {size_text(device)} on the device, on each rank (by bytes)"
+    return _compared(setup, ratio, host, device, device)
+
+
+def _compared(setup: Setup, ratio: str, host: int, device: int, device_bytes: int) -> Finding:
+    """Return a finding about the host pool.
+
+    Args:
+        setup: what is known before the start.
+        ratio: the two sizes as text.
+        host: the size of the host pool, in blocks or bytes.
+        device: the size of the device's KV cache, in the same unit.
+        device_bytes: the bytes of the KV cache on one rank.
+    """
+    if host < _WORTH * device and setup.config.store_policy != "lazy":
+        whole = size_text(device_bytes * setup.sizes.ranks)
         return warn(
             f"{ratio}: the host holds little that the device does not hold too",
-            f"raise host_bytes to several times the device's {size_text(block * device * ranks)}, or set store_policy to lazy, "
+            f"raise host_bytes to several times the device's {whole}, or set store_policy to lazy, "
             "which stores only what the device evicts",
         )
-    return ok(f"{ratio}, {slots / device:.1f} times as many")
+    return ok(f"{ratio}, {host / device:.1f} times as many")
+
+
+def _longest_prefix(setup: Setup) -> Finding | None:
+    """Compare the host with the longest prompt, which takes at most all blocks of the device."""
+    block, device, config = setup.sizes.block_bytes, setup.sizes.device_blocks, setup.config
+    if not (block and device) or (config.disk_path is None and config.remote_url is None):
+        return None
+    slots = config.host_bytes // setup.sizes.ranks // block
+    if not slots:
+        return None  # "host pool" has reported this, or `host_bytes` is not known.
+    if slots >= device:
+        return ok(
+            "any prompt that fits the device fits host memory, through which blocks of lower tiers pass"
+        )
+    return warn(
+        f"of a prompt with more than {slots:,} blocks, disk and remote tier give back only the first {slots:,}, because "
+        "blocks pass through host memory",
+        f"raise host_bytes above the longest prompt's KV, with {size_text(block * setup.sizes.ranks)} for each block",
+    )
 
 
 def _copy_speed(setup: Setup) -> Finding:
@@ -154,8 +197,10 @@ SIZED = (
     Check("host pool", _host_pool),
 )
 """The checks that need `host_bytes`."""
+LONGEST_PREFIX = Check("longest prefix", _longest_prefix)
 CHECKS = (
     *SIZED,
+    LONGEST_PREFIX,
     Check("swap", _swap),
     Check("huge pages", _huge_pages),
 )

@@ -17,6 +17,7 @@ from kvoffload.transfer.host_memory import read_file
 
 _TIMEOUT_S = 2.0
 _NETWORKED = ("nfs", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse")
+_OTHER_SERVER = "choose a server that docs/store.md names as working"
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -137,9 +138,14 @@ def _collector(setup: Setup) -> Finding | None:
 
 def unreachable(address: RemoteAddress) -> Finding | None:
     """Return a finding with the reason why the remote tier cannot be used, or None if the tier answers."""
+    return _tried(address)[0]
+
+
+def _tried(address: RemoteAddress) -> tuple[Finding | None, list[str]]:
+    """Return why the remote tier cannot be used, or None; and what the tier lacks, if an engine can do without it."""
     match address:
         case MooncakeAddress():
-            return _no_mooncake(address)
+            return _no_mooncake(address), []
         case BucketAddress():
             return _no_bucket(address)
 
@@ -152,8 +158,11 @@ def _remote(setup: Setup) -> Finding | None:
         address = parse_address(url)
     except ConfigError as error:
         return fail(str(error), "correct remote_url")
-    if (problem := unreachable(address)) is not None:
+    problem, lacks = _tried(address)
+    if problem is not None:
         return problem
+    if lacks:
+        return warn("; ".join([*lacks, address.caution]).removesuffix("; "), _OTHER_SERVER)
     if address.caution:
         return warn(address.caution, "keep it in a network of engines and remote tiers only, or use TLS (S3)")
     return ok(f"{address} answers")
@@ -177,17 +186,20 @@ def _no_mooncake(address: MooncakeAddress) -> Finding | None:
     return None
 
 
-def _no_bucket(address: BucketAddress) -> Finding | None:
+def _no_bucket(address: BucketAddress) -> tuple[Finding | None, list[str]]:
     from kvoffload.remote.bucket import BucketStore
     from kvoffload.transfer.blocking_calls import PROBE
 
     try:
         bucket = BucketStore(address, _TIMEOUT_S)
-        bucket.read(PROBE)
+        lacks = bucket.first_look()
     except RemoteError as error:
         if isinstance(error.__cause__, ImportError):
-            return fail(str(error), "install kvoffload[s3]")
-        return warn(f"{error}: nothing would be shared", "check AWS_ENDPOINT, AWS_REGION and the credentials")
+            return fail(str(error), "install kvoffload[s3]"), []
+        return warn(
+            f"{error}: nothing would be shared",
+            "check AWS_ENDPOINT, AWS_REGION, the bucket and the credentials; docs/store.md says what a server must do",
+        ), []
     try:
         # The object is not deleted, because an engine's credentials need not allow that.
         bucket.replace(PROBE, b"")
@@ -195,8 +207,8 @@ def _no_bucket(address: BucketAddress) -> Finding | None:
         return warn(
             f"{error} on a write: this engine would read the bucket and add nothing to it",
             "let its credentials put objects",
-        )
-    return None
+        ), []
+    return None, lacks
 
 
 TIERS = (

@@ -118,7 +118,8 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         raise CommandError("settings are given twice: in --config and in the engine's own configuration")
     sizes = given.sizes
     raw = settings[0] if settings else {}
-    device_bytes = sizes.ranks * (sizes.block_bytes or 0) * (sizes.device_blocks or 0)
+    rank_bytes = sizes.device_bytes or (sizes.block_bytes or 0) * (sizes.device_blocks or 0)
+    device_bytes = sizes.ranks * rank_bytes
     advice = advise_host_bytes(sizes.ranks, device_bytes or None)
     speed = [memory.COPY_SPEED] if sizes.page_bytes else []
     if given.parse is None:
@@ -131,7 +132,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
         read_tier_key(config.tier_key_file)
         about = ok(", ".join(f"{name} {value}" for name, value in raw.items()))
     except ConfigError as error:
-        about = fail(str(error), _CORRECT)
+        about = given.unread if given.unread is not None and not settings else fail(str(error), _CORRECT)
         try:
             config = parse({**raw, "host_bytes": 1})
             read_tier_key(config.tier_key_file)
@@ -140,7 +141,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
             config = OffloadConfig(host_bytes=1)
             ours = []
         else:  # host_bytes is the only problem
-            about = replace(about, remedy=_GIVE_SIZE)
+            about = about if about is given.unread else replace(about, remedy=_GIVE_SIZE)
             ours = [_without_size(one) if one in memory.SIZED else one for one in ours]
     checks = [Check("settings", lambda *_: about), *ours, *given.checks, *lost]
     return run_checks(checks, Setup(config, sizes, pins=bool(find_gpus().names)))

@@ -115,6 +115,7 @@ class Job(Struct, eq=False):
         tier: the lower of the two tiers; HOST for copies between device and host.
         id: the job's id, assigned by `Jobs.plan`.
         waiting: the ranks that are still copying.
+        copy_s: the longest copy time that a rank has reported so far, in seconds.
         failed: the outcome that the first failing rank reported; None if no rank has failed.
         settled: True when the outcome is known, even if copies still run.
     """
@@ -127,15 +128,18 @@ class Job(Struct, eq=False):
     tier: Tier = Tier.HOST
     id: JobId = JobId(-1)
     waiting: set[Rank] = set()
+    copy_s: float = 0.0
     state: JobState = JobState.PLANNED
     failed: CopyOutcome | None = None
     settled: bool = False
 
-    def reported(self, rank: Rank, outcome: CopyOutcome) -> bool:
+    def reported(self, rank: Rank, outcome: CopyOutcome, copy_s: float) -> bool:
         """Record that a rank's copy has ended. Return False and change nothing if the report is a duplicate."""
         if rank not in self.waiting:
             return False
         self.waiting.discard(rank)
+        if copy_s > self.copy_s:
+            self.copy_s = copy_s
         if outcome is not _DONE and self.failed is None:
             self.failed = outcome
         return True
@@ -185,14 +189,12 @@ class TierJob(Job, kw_only=True, eq=False):
         tier_slots: the blocks' slots in the tier's pool, in the same order.
         missing: positions in the job whose blocks the remote tier does not have.
         stuck: positions in the job whose destination slots a hanging call may still write.
-        copy_s: the longest copy time that a rank has reported so far, in seconds.
     """
 
     keys: list[BlockKey]
     tier_slots: list[SlotId]
     missing: set[int] = set()
     stuck: set[int] = set()
-    copy_s: float = 0.0
 
     @property
     def read(self) -> list[SlotId]:

@@ -76,6 +76,10 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
         self._changes = []
         return self._changes
 
+    def unwatch(self) -> None:
+        """Stop appending changes to the list that `watch` returned."""
+        self._changes = None
+
     def expect(self, count: int) -> None:
         """Split the parts for `count` expected keys.
 

@@ -4,7 +4,7 @@
                 │                           └─ nothing to load, or the host lacks some of it ─▶ _answer
                 └─ looked up again, the request ended, a reset: dropped
 
-`PendingHits.lookup` searches (`match.longest_match`), pins the slots it finds and keeps the answer in the request's
+`Lookups.lookup` searches (`match.longest_match`), pins the slots it finds and keeps the answer in the request's
 record (R1). The matching allocation takes the answer (`take`); a repeated lookup, the request's end or a reset drops it
 (`drop`). Every load that the engine waits for gets exactly one result (`_answer`). After a failure, the engine
 recomputes the tokens. Memory is released later, when every rank has ended its copy (`ended`).
@@ -44,7 +44,7 @@ _Copies = tuple[list[SlotId], list[DeviceBlockId]]
 _hit = from_fields(PendingHit)
 
 
-class PendingHits:
+class Lookups:
     """Answers lookups. The only writer of `RequestRecord.hit` and `boundary`."""
 
     def __init__(self, state: CoreState, in_flight: InFlight, lower_tiers: LowerTiers) -> None:
@@ -76,7 +76,7 @@ class PendingHits:
             if (self._lower_tiers.look(record, hit) or record.awaits_answer) and may_wait:
                 self._not_yet(record)
                 return None
-            cause = self._lower_tiers.cause(hit.missing, hit.cause)
+            cause = self._lower_tiers.cause(record, hit.missing, hit.cause)
             if cause is not hit.cause:
                 hit = hit._replace(cause=cause)
         if slots:
@@ -160,7 +160,9 @@ class PendingHits:
             return PendingHit(device_tokens, device_tokens, (), MissCause.DEGRADED)
         if state.stall.is_on:
             return PendingHit(device_tokens, device_tokens, (), MissCause.STALLED)
-        limit = record.prompt_tokens - 1
+        last = record.prompt_tokens - 1
+        is_free = record.limits.load_tokens is None
+        limit = last if is_free else record.longest_hit(device_tokens, state.shape)
         tokens, slots, missing, lacks_state, full_tokens = longest_match(
             state.shape, record.keys, state.pool.index, device_tokens, limit, full_tokens
         )
@@ -168,18 +170,22 @@ class PendingHits:
             record.boundary = full_tokens
         if 0 < tokens - device_tokens < record.least_tokens:
             return PendingHit(device_tokens, device_tokens, (), MissCause.LOAD_DECLINED, missing)
-        cause = self._cause(record, tokens, missing)
+        cause = self._cause(record, tokens, missing, is_limited=limit < last)
         if lacks_state and cause is MissCause.NEVER_SEEN:
             cause = MissCause.NO_STATE
         return _hit((device_tokens, tokens, slots, cause, missing))
 
-    def _cause(self, record: RequestRecord, tokens: int, missing: BlockKey | None) -> MissCause | None:
+    def _cause(
+        self, record: RequestRecord, tokens: int, missing: BlockKey | None, *, is_limited: bool
+    ) -> MissCause | None:
         """Return why the first block position after a match missed, or None if there is no such position."""
         lacking, alignment = record.prompt_tokens - tokens, self._state.shape.alignment
         if lacking <= 0:
             return None
         if lacking < alignment:
             return MissCause.PARTIAL_BLOCK
+        if missing is None and is_limited:
+            return MissCause.LIMITED
         if missing is None:
             return MissCause.LAST_TOKEN if lacking == alignment else MissCause.LOOKAHEAD
         if missing in self._in_flight.keys:
@@ -196,7 +202,7 @@ class Loads:
         planner: the store planner, called after each successful load.
     """
 
-    def __init__(self, state: CoreState, hits: PendingHits, planner: StorePlanner) -> None:
+    def __init__(self, state: CoreState, hits: Lookups, planner: StorePlanner) -> None:
         self._state = state
         self._hits = hits
         self._planner = planner
@@ -304,7 +310,8 @@ class Loads:
 
     def reported(self, job: Load, rank: Rank, report: JobReport) -> None:
         """Invalidate the host slots that a rank could not load. The load ends after every rank's report (R9)."""
-        job.corrupt.update(report.corrupt)
+        if report.corrupt:
+            job.corrupt.update(report.corrupt)
         if report.outcome is not CopyOutcome.DONE:
             self._distrust(job, report)
 
@@ -349,7 +356,7 @@ class Loads:
         if record.incarnation == job.incarnation and record.state < _FINISHING:
             self._state.retention.add(record, pool.pinned(job.slots))
         pool.unpin(job.slots)
-        event = events.LoadEnded(job.id, record.request, len(job.slots), LoadOutcome.LOADED)
+        event = events.LoadEnded(job.id, record.request, len(job.slots), LoadOutcome.LOADED, job.copy_s)
         self._state.tally.events.append(event)
         self._answer(record, job.incarnation, loaded=True)
         if record.incarnation == job.incarnation and record.state is _RUNNING:

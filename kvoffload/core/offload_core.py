@@ -1,17 +1,17 @@
 """The core of one engine's scheduler side. The core takes facts and returns answers and events.
 
 The core uses no torch, clock, thread, log or random number. The same facts in the same order give the same answers, and
-the state can be copied and compared, so tests can explore it. Each method that takes a fact is the only handler of that
-fact's class.
+the state can be copied and compared, so tests can explore it. Each class of facts has one method, listed in `_HANDLERS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from kvoffload.core.audit import audit
 from kvoffload.core.jobs import DeviceJob, Failure, Load, Offer
-from kvoffload.core.loads import Loads, PendingHits
+from kvoffload.core.loads import Loads, Lookups
 from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
 from kvoffload.core.planners import make_planner
 from kvoffload.core.request import RequestRecord
@@ -42,11 +42,15 @@ class OffloadCore:
         self.lower_tiers = LowerTiers(self.state, self.stores)
         """Handles facts about the tiers below the host, and decides which blocks are copied to and from them."""
         self._planner = make_planner(self.state, self.stores)
-        self._hits = PendingHits(self.state, self.stores.in_flight, self.lower_tiers)
+        self._hits = Lookups(self.state, self.stores.in_flight, self.lower_tiers)
         self._loads = Loads(self.state, self._hits, self._planner)
         self.take_results = self._loads.take_results
         self._least_tokens = policy.min_load_tokens
         self._new: dict[RequestRecord, None] = {}  # requests that got a block table since the last step
+
+    def handle(self, fact: facts.Fact) -> None:
+        """Pass a fact to the method for its class. Hooks with facts of one class call that method themselves."""
+        _HANDLERS[type(fact)](self, fact)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -56,13 +60,14 @@ class OffloadCore:
         if fact.request in live:
             self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
             return
-        keys = tuple([list(each) for each in fact.keys])
+        keys = tuple(map(list, fact.keys))
         live[fact.request] = record = RequestRecord(
             fact.request,
             fact.prompt_tokens,
             keys,
             fact.reads_cache,
             fact.persists,
+            fact.limits,
             offered=[*self.state.none_offered],
         )
         if self.state.tiers:
@@ -210,7 +215,8 @@ class OffloadCore:
         state.steps += 1
         if fact.preempted:
             self._preempt_all(fact.preempted)
-        self._new.clear()
+        if self._new:
+            self._new.clear()
         advanced = self._advance(fact) if fact.progress or fact.reallocated else []
         if state.degraded is None:
             if fact.states:
@@ -279,6 +285,13 @@ class OffloadCore:
             if record.keys[group][position : position + 1] != [key]:
                 self.stores.refuse([Offer(key, block)], StoreOutcome.STALE)
                 continue
+            end, limit = (
+                (position + 1) * self.state.shape.groups[group].block_tokens,
+                record.limits.store_tokens,
+            )
+            if limit is not None and end > limit:
+                self.stores.refuse([Offer(key, block)], StoreOutcome.LIMITED)
+                continue
             self.state.tables.put(record, group, position, block)
             offers.append(Offer(key, block, record, record.incarnation, group, position))
             if (position + 1) * self.state.shape.groups[group].block_tokens == record.boundary:
@@ -296,7 +309,7 @@ class OffloadCore:
             tier.rank_reported(report)
         for part in report.jobs:
             job = state.jobs.open.get(part.job)
-            if job is None or not job.reported(report.rank, part.outcome):
+            if job is None or not job.reported(report.rank, part.outcome, part.copy_s):
                 continue
             event = events.RankReported(
                 job=job.id,
@@ -455,3 +468,20 @@ class OffloadCore:
             for group, table in zip(self.state.shape.groups, fact.tables, strict=True)
             for block in table[: fact.device_tokens // group.block_tokens]
         )
+
+
+_HANDLERS: Mapping[type[facts.Fact], Callable[[OffloadCore, Any], None]] = {
+    facts.RequestSeen: OffloadCore.request_seen,
+    facts.BlocksAllocated: OffloadCore.blocks_allocated,
+    facts.StepScheduled: OffloadCore.step_scheduled,
+    facts.RequestEnded: OffloadCore.request_ended,
+    facts.TransferReported: OffloadCore.transfer_reported,
+    facts.JobOverdue: OffloadCore.job_overdue,
+    facts.CacheReset: OffloadCore.cache_reset,
+    facts.InvariantBroken: OffloadCore.invariant_broken,
+    facts.DiskRestored: lambda core, fact: core.lower_tiers.disk_restored(fact),
+    facts.DiskClosed: lambda core, fact: core.lower_tiers.disk_closed(fact),
+    facts.RemoteOpened: lambda core, fact: core.lower_tiers.remote_opened(fact),
+    facts.RemoteLost: lambda core, fact: core.lower_tiers.remote_lost(fact),
+    facts.RemoteAnswered: lambda core, fact: core.lower_tiers.remote_answered(fact),
+}

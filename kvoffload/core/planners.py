@@ -19,7 +19,7 @@ from kvoffload.core.stores import MISS_CAUSES, Stores
 from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.facts import StepScheduled
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import NULL_BLOCK
+from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
 
 _RUNNING = RequestState.RUNNING
 _RECURRENT = AttentionKind.RECURRENT
@@ -58,7 +58,7 @@ class EagerPlanner:
         offers: list[Offer] = []
         for record in due:
             if record.state is _RUNNING:
-                offers += _confirmed(self._state, record)
+                offers += _confirmed(self._state, record, self._stores)
         if offers:
             self._stores.offer(offers)
 
@@ -71,14 +71,14 @@ class EagerPlanner:
         self._due.pop(record, None)
         if record.waiting:
             self._stores.ending(record)
-        if offers := _confirmed(self._state, record):
+        if offers := _confirmed(self._state, record, self._stores):
             self._stores.offer(offers, last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
         """Count a preempted request's blocks as lost, except those offered before or cached on the host."""
         self._due.pop(record, None)
         index = self._state.pool.index
-        lost = [offer for offer in _confirmed(self._state, record) if offer.key not in index]
+        lost = [offer for offer in _confirmed(self._state, record, self._stores) if offer.key not in index]
         self._stores.refuse(lost, StoreOutcome.LOST)
         record.offered = [*self._state.none_offered]
 
@@ -111,14 +111,24 @@ class LazyPlanner:
         self._for_states = 2 * len(recurrent)
         self._clean = 0
         self._stored = 0  # blocks stored since the last allocation
+        self._has_limits = False  # True after the first request with a limit on stores
+        self._limited: set[DeviceBlockId] = set()  # blocks that requests allocated beyond their own limits
 
     def allocated(self, record: RequestRecord) -> None:
+        self._has_limits |= record.limits.store_tokens is not None
+        if self._has_limits:
+            self._limit(record, record.table or (), record.found_tokens)
         self._reallocated(sum(map(len, record.table or ())) + self._for_states)
 
     def loaded(self, record: RequestRecord) -> None:
         """Do nothing: `allocated` has counted the request's blocks."""
 
     def step(self, fact: StepScheduled, advanced: Sequence[RequestRecord]) -> None:
+        if self._has_limits:
+            self._limited.difference_update(fact.reallocated)
+            for progress in fact.progress:
+                if (record := self._state.requests.live.get(progress.request)) is not None:
+                    self._limit(record, progress.new_blocks)
         new = sum([len(blocks) for progress in fact.progress for blocks in progress.new_blocks])
         self._reallocated(new + len(fact.reallocated))
         is_host_turned_over = self._stored and self._stored >= self._state.pool.capacity
@@ -148,12 +158,34 @@ class LazyPlanner:
         if blocks:
             self._stored = 0
 
+    def _limit(
+        self, record: RequestRecord, new: Sequence[Sequence[DeviceBlockId]], device_tokens: int = 0
+    ) -> None:
+        """Record which of a request's new blocks look-aheads must leave out.
+
+        Args:
+            record: the request, whose table includes the new blocks.
+            new: per group, the last blocks of the table.
+            device_tokens: the blocks of so many tokens at the beginning of `new` were computed for other requests. If
+                this request has no limit, they may be stored for it.
+        """
+        limit, tables = record.limits.store_tokens, record.table or ()
+        for group, table, blocks in zip(self._state.shape.groups, tables, new, strict=False):
+            first = 0 if limit is None else -(-device_tokens // group.block_tokens)
+            self._limited.difference_update(blocks[first:])
+            if limit is not None:
+                allowed = limit // group.block_tokens - (len(table) - len(blocks))
+                self._limited.update(blocks[max(allowed, first) :])
+        self._limited.discard(NULL_BLOCK)
+
     def _look_ahead(self) -> None:
         state = self._state
         room, offers = state.pool.room, list[Offer]()
         blocks = list(state.device.next_evictable(2 * self._enough))
         for block, key in zip(blocks, state.device.keys_of(blocks), strict=True):
-            if key is None or (state.epoch and block not in state.computed_since_reset):
+            if key is None or block in self._limited:
+                continue
+            if state.epoch and block not in state.computed_since_reset:
                 continue
             if (slot := state.pool.index.get(key)) is not None:
                 # Mark the host's copy as used, because the engine will soon evict the block. Otherwise, storing the
@@ -176,7 +208,9 @@ class LazyPlanner:
     def _unknown(self, record: RequestRecord) -> list[Offer]:
         """Return offers of the request's blocks that are neither on the host nor being copied there, heads first."""
         index, in_flight = self._state.pool.index, self._stores.in_flight.keys
-        offers = [*_confirmed(self._state, record), *_handed_off(self._state, record)]
+        offers = [*_confirmed(self._state, record, self._stores), *_handed_off(self._state, record)]
+        if record.limits.store_tokens is not None:
+            offers = self._stores.within(record.limits.store_tokens, offers)
         if self._for_states:
             _sort_by_depth(offers, self._state)
         return [offer for offer in offers if offer.key not in index and offer.key not in in_flight]
@@ -195,10 +229,10 @@ def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
     return EagerPlanner(state, stores)
 
 
-def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
+def _confirmed(state: CoreState, record: RequestRecord, stores: Stores) -> list[Offer]:
     """Return offers of the blocks confirmed since the last call, heads first, and mark them as offered.
 
-    Ignore loaded blocks, which the host has, and recurrent states, which are offered when the engine hands them off.
+    Refuse blocks beyond the request's own limit. Ignore loaded blocks, which the host has, and recurrent states, which are offered when the engine hands them off.
     """
     shape, offered, confirmed_tokens = state.shape, record.offered, record.confirmed_tokens
     offers: list[Offer] = []
@@ -225,6 +259,8 @@ def _confirmed(state: CoreState, record: RequestRecord) -> list[Offer]:
         offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(number), count(first)))
     if offers and len(shape.groups) > 1:
         _sort_by_depth(offers, state)
+    if offers and record.limits.store_tokens is not None:
+        return stores.within(record.limits.store_tokens, offers)
     return offers
 
 

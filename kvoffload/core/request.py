@@ -10,6 +10,8 @@ from msgspec import Struct
 
 from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
 from kvoffload.model.causes import MissCause
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.facts import NO_LIMITS, Limits
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
 from kvoffload.model.wire import Tier
 
@@ -52,17 +54,19 @@ class RequestRecord(Struct, eq=False):
         keys: per group, the keys of the request's whole blocks so far.
         reads_cache: False if the request asked not to read cached blocks.
         persists: True if the request's blocks may be written to lower tiers and looked up there.
+        limits: what the client allows for the request.
         incarnation: identifies the request's block table. Jobs and offers made for an earlier table do not change the
             record.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
-        hit: the answer to the last lookup, with pinned slots, until an allocation takes it. `PendingHits` writes it.
+        hit: the answer to the last lookup, with pinned slots, until an allocation takes it. `Lookups` writes it.
         loading: the slots of the request's open load, for which other requests may wait. `Requests` writes it.
         found_tokens: the length of the device's own hit in tokens.
         loaded_tokens: the length in tokens of the prefix found on the device and then loaded from the host.
         confirmed_tokens: how many tokens, from the start of the prompt, are known to have KV in the block table.
         offered: per group, the first position not offered yet. The planners write it.
         waiting: the block positions whose offers wait for a decision.
-        held: slots that the request stored or loaded, in that order; `Retention` keeps them from eviction.
+        held: slots that the request stored or loaded, in that order, or that its lookups wait with for a fetch;
+            `Retention` keeps them from eviction.
         held_to: the first token of the last block that a store added to `held`.
         shares: True if `held` lacks some blocks that the request used, because another request stored them, or if
             `held` lists a tail before its head. `Retention` writes it.
@@ -75,7 +79,7 @@ class RequestRecord(Struct, eq=False):
         may_store: False if any of the request's blocks was computed before the last reset.
         least_tokens: hits shorter than this are recomputed. The first lookup sets this value; it is 0 until then.
         boundary: the number of tokens after which the engine should hand off a recurrent state, because the last lookup
-            could not use a longer prefix without this state; 0 for none. `PendingHits` writes it.
+            could not use a longer prefix without this state; 0 for none. `Lookups` writes it.
         fetched_blocks: how many blocks were fetched from lower tiers for this request.
         fetched_from: the tier of the request's last fetch; None before its first fetch.
         asks_tiers: False after one of the request's fetches has failed. From then on its lookups plan no fetch.
@@ -91,6 +95,7 @@ class RequestRecord(Struct, eq=False):
     keys: tuple[list[BlockKey], ...]
     reads_cache: bool = True
     persists: bool = True
+    limits: Limits = NO_LIMITS
     state: RequestState = RequestState.SEEN
     incarnation: int = 0
     table: list[list[DeviceBlockId]] | None = None
@@ -125,6 +130,14 @@ class RequestRecord(Struct, eq=False):
 
     def __repr__(self) -> str:
         return f"<Request {self.request} [{self.state.name}, table {self.incarnation}]>"
+
+    def longest_hit(self, device_tokens: int, shape: EngineShape) -> int:
+        """Return the maximum length of a hit: the last token is always computed, and the client may limit loads."""
+        limit, load_tokens = self.prompt_tokens - 1, self.limits.load_tokens
+        if load_tokens is None:
+            return limit
+        # vLLM's own connector takes one token off the limit if a model has other than full-attention groups.
+        return min(limit, device_tokens + max(load_tokens - (not shape.is_full_only), 0))
 
     def extend_keys(self, new_keys: Sequence[Sequence[BlockKey]]) -> None:
         """Append the keys of the request's new whole blocks, given per group."""

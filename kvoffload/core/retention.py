@@ -43,6 +43,22 @@ class Retention:
         self._groups = groups
 
     def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
+        """Hold the slots of a load, heads first.
+
+        If held slots would fill more than three quarters of the host, hold only blocks that no lower tier has. So there
+        is always room for stores and for other requests' fetches.
+        """
+        pool = self._pool
+        room = max(pool.capacity - pool.capacity // 4 - len(pool.holds), 0)
+        if self._tiers and len(slots) > room:
+            indexes = [tier.pool.index for tier in self._tiers]
+            rest = [slot for slot in slots[room:] if not any(pool.key(slot) in index for index in indexes)]
+            slots = [*slots[:room], *rest]
+            record.shares = True
+        self.keep(record, slots)
+
+    def keep(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
+        """Hold slots of a request's prefix until the request has no block table and no open job."""
         self._pool.hold(slots)
         record.held += slots
 

@@ -185,6 +185,10 @@ class SlotPool:
         """Return the key under which a slot can hit, or None if it cannot hit."""
         return self._keys[slot] if self._states[slot] in _CAN_HIT else None
 
+    def count_evictable(self, slots: Sequence[SlotId]) -> int:
+        """Return how many of these distinct slots could be evicted now."""
+        return len(self._not_held(self._ready(slots)))
+
     def pinned(self, slots: Iterable[SlotId]) -> list[SlotId]:
         """Return the PINNED slots among `slots`."""
         states = self._states

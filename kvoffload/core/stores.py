@@ -107,6 +107,18 @@ class Stores:
         for offer in offers:
             self._settle(offer.key, outcome)
 
+    def within(self, limit_tokens: int, offers: Sequence[Offer]) -> list[Offer]:
+        """Return the offers of blocks within a request's limit. Refuse the others, unless the host has their blocks."""
+        groups, index = self._state.shape.groups, self._state.pool.index
+        allowed, excluded = list[Offer](), list[Offer]()
+        for offer in offers:
+            if (offer.position + 1) * groups[offer.group].block_tokens <= limit_tokens:
+                allowed.append(offer)
+            elif offer.key not in index:
+                excluded.append(offer)
+        self.refuse(excluded, StoreOutcome.LIMITED)
+        return allowed
+
     def offer_again(self, offers: Sequence[Offer]) -> None:
         """Defer offers that waited for a failed job to the next step."""
         self.again += offers
@@ -468,6 +480,7 @@ MISS_CAUSES = {
     StoreOutcome.LEASE_LIMIT: MissCause.DECLINED_LEASE_LIMIT,
     StoreOutcome.NOT_HASHED: MissCause.DECLINED_OTHER,
     StoreOutcome.DEGRADED: MissCause.DECLINED_OTHER,
+    StoreOutcome.LIMITED: MissCause.LIMITED,
     StoreOutcome.LOST: MissCause.LOST,
     StoreOutcome.REQUEST_GONE: MissCause.LOST,
     StoreOutcome.FAILED: MissCause.STORE_FAILED,

@@ -10,9 +10,14 @@ request's lookup finds that more blocks must be fetched, the lookup plans anothe
 need is fetched once (R14). Lookups that need a block in flight answer "not yet"; once fetched, the block is on the host
 like any other.
 
-All open fetches together fill at most a quarter of the host, and so do all fetches for one request. Of a longer prefix
-only the head is fetched, and the rest is computed. After a failed fetch, no other fetch is planned for the requests
-that waited for it.
+All open fetches together fill at most a quarter of the host. A longer prefix is fetched in rounds: each lookup plans
+the next round after the last one has arrived, until the host has the prefix or lacks room. A round after a request's
+first one fills at most an eighth of the host, and leaves an eighth of the host to other requests, so that they can
+fetch and store, too. Between rounds, the prefix's blocks are held on the host, so that no block is read twice. Of a
+prefix that is longer than the host, only the head is fetched, and the rest is computed; the first such prefix is
+reported.
+
+After a failed fetch, no other fetch is planned for the requests that waited for it.
 
 After a restart, a *warm start* fetches the most recently used blocks from the disk before requests ask for them. A warm
 start fills only free slots, at most a quarter of the host, a few at a time, and only while no other load or fetch is
@@ -53,7 +58,13 @@ from kvoffload.core.stores import Stores
 from kvoffload.core.tiers import ON_DEVICE, Block, LayeredIndex, LowerTier
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, TierOutcome
-from kvoffload.model.events import DiskClosed, DiskOpened, TierCopyEnded, TierCopyScheduled
+from kvoffload.model.events import (
+    DiskClosed,
+    DiskOpened,
+    PrefixExceedsHost,
+    TierCopyEnded,
+    TierCopyScheduled,
+)
 from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
 from kvoffload.model.wire import JobReport, Tier
 
@@ -108,7 +119,6 @@ class _Copies(ABC, Generic[JobT]):
 
     def reported(self, job: JobT, rank: Rank, report: JobReport) -> None:
         """Record the end of a rank's copy. The first rank that fails makes the job fail (R4)."""
-        job.copy_s = max(job.copy_s, report.copy_s)
         if report.stuck or report.missing:
             job.stuck.update(report.stuck)
             job.missing.update(report.missing)
@@ -266,6 +276,8 @@ class Fetches(_Copies[Fetch]):
         for record in job.wanted:
             record.fetched_blocks += len(keys)
             record.fetched_from = job.tier
+            if record.waits_for is not None:
+                self._state.retention.keep(record, slots)
         if job.wanted:  # A warm start's fetch does not count as a use of the blocks.
             self._tier.read(tier_slots[::-1])
 
@@ -380,7 +392,7 @@ class _Found(NamedTuple):
     blocks: Sequence[Block]  #: the prefix's blocks that only lower tiers have, heads first
     tokens: int  #: the length of the prefix in tokens, including `blocks`
     gain: int  #: how many tokens `blocks` add to the prefix
-    host_slots: Sequence[SlotId]  #: the slots of the prefix's blocks that the host has
+    host_slots: Sequence[SlotId]  #: the slots of the prefix's blocks that the host has, heads first
 
 
 _NOTHING = _Found((), 0, 0, ())
@@ -407,6 +419,7 @@ class LowerTiers:
         self._owners: list[Fetches | Spills] = [*self._fetches, *self._spills]
         self.queues = [tier.candidates for tier in state.tiers] + [each.warm for each in self._fetches]
         self._spilled_at = 0  # the last step in which a spill was planned
+        self._has_reported_long = False
         self._enough = 1  # the queue length at which `step` plans copies without waiting for more blocks
 
     # -- for requests -------------------------------------------------------------------------------------------
@@ -433,9 +446,10 @@ class LowerTiers:
         """
         state, limit, first = self._state, record.prompt_tokens - 1, 0
         *above, remote = state.tiers
-        if (
-            state.shape.is_one_full_group
-        ):  # With more groups, a hit may need blocks of one group that the device has.
+        if record.limits.load_tokens == 0 or not _allows(record, remote):
+            return []
+        if state.shape.is_one_full_group:
+            # With more groups, a hit may need blocks of one group that the device has.
             on_device = (state.device.block_of(key) is not None for key in record.keys[0])
             first = sum(takewhile(bool, on_device))
         lacking = list[BlockKey]()
@@ -452,6 +466,8 @@ class LowerTiers:
         state, tiers = self._state, self._usable(record)
         if not (tiers and record.persists and record.reads_cache):
             return
+        if record.limits.load_tokens is not None:
+            return  # Only a lookup knows after how many tokens the request's limit begins.
         limit = record.prompt_tokens - 1
         if state.shape.is_one_full_group:
             missing = self._first_missing(record.keys[0][: limit // state.shape.alignment])
@@ -461,31 +477,52 @@ class LowerTiers:
         if on_host.missing is None:
             return
         index = LayeredIndex(state.pool.index, tiers, state.device)
-        found = self._search(record, index, 0, on_host.tokens)
+        found = self._search(record, index, PendingHit(0, on_host.tokens, on_host.slots, None))
         if found.blocks:
-            self._fetch(record, found, on_host.slots)
+            self._fetch(record, found)
 
     def look(self, record: RequestRecord, hit: PendingHit) -> bool:
-        """Fetch the blocks that lower tiers add to a hit; return whether the request should wait for a fetch."""
+        """Fetch the blocks that lower tiers add to a hit; return whether the request should wait for a fetch.
+
+        While the request waits, the prefix's blocks on the host are held.
+        """
         state, tiers, missing = self._state, self._usable(record), hit.missing
         if not tiers or missing is None:
             return False
         if state.shape.is_one_full_group and not _have(tiers, missing):
             return False
         index = LayeredIndex(state.pool.index, tiers)
-        found = self._search(record, index, hit.device_tokens, hit.tokens)
+        found = self._search(record, index, hit)
         if not found.blocks:
             return False
         if record.asks_tiers:
-            self._fetch(record, found, hit.slots)
+            self._fetch(record, found)
+        job = self._awaited(record, found)
+        if job is None:
+            return False
+        record.awaits_fetch = job.id, found.tokens
+        if not record.held:
+            state.retention.keep(record, found.host_slots)
+        return True
+
+    def _awaited(self, record: RequestRecord, found: _Found) -> Fetch | None:
+        """Return the fetch that a request should wait for, or None if no fetch can help the request.
+
+        This is the last of the fetches that copy the `found` blocks. If there are none, because other requests' fetches
+        leave no room for the request's next round, it is the oldest open fetch.
+        """
         on_way = self._in_flight.keys
-        # A dict instead of a set keeps the order. Lookups wait for the last job.
+        # A dict instead of a set keeps the order.
         jobs = dict.fromkeys([on_way[key] for key, *_ in found.blocks if key in on_way])
         fetches = [job for job in jobs if isinstance(job, Fetch)]
         for job in fetches:
             job.wanted[record] = None
-            record.awaits_fetch = job.id, found.tokens
-        return bool(fetches)
+        if fetches:
+            return fetches[-1]
+        if not (record.fetched_blocks and record.asks_tiers):
+            return None
+        opened = self._state.jobs.open.values()
+        return next((job for job in opened if isinstance(job, Fetch) and not job.settled), None)
 
     def is_awaited(self, record: RequestRecord, device_tokens: int) -> bool:
         """Return whether a request still waits for a fetch that adds tokens to the device's hit.
@@ -497,6 +534,8 @@ class LowerTiers:
             is_useful = record.awaits_fetch[1] > device_tokens and not record.load_failed
             if job is None or job.settled or not is_useful or self._state.stall.is_on:
                 record.awaits_fetch = None
+                if record.held:
+                    self._state.retention.release_if_over(record)
         return record.awaits_fetch is not None
 
     def leaves(self, record: RequestRecord) -> None:
@@ -508,10 +547,12 @@ class LowerTiers:
                 continue
             jobs.cancel(job)
 
-    def cause(self, missing: BlockKey | None, cause: MissCause | None) -> MissCause | None:
+    def cause(self, record: RequestRecord, missing: BlockKey, cause: MissCause | None) -> MissCause | None:
         """Return why a block is missing on the host. `cause` is the answer if lower tiers do not explain the miss."""
         for tier in self._state.tiers:
-            if missing is not None and missing in tier.pool.index.parts[missing[0]]:
+            if missing in tier.pool.index.parts[missing[0]]:
+                if not _allows(record, tier):
+                    return MissCause.LIMITED
                 if self._state.shape.count_states((missing,)):
                     return MissCause.NO_STATE
                 return MissCause.ON_DISK if tier.tier is Tier.DISK else MissCause.IN_REMOTE
@@ -530,7 +571,9 @@ class LowerTiers:
             return []
         unsure = self._state.remote if record.awaits_answer else None
         return [
-            tier for tier in self._state.tiers if tier.is_usable and tier.has_blocks and tier is not unsure
+            tier
+            for tier in self._state.tiers
+            if tier.is_usable and tier.has_blocks and tier is not unsure and _allows(record, tier)
         ]
 
     def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
@@ -543,48 +586,71 @@ class LowerTiers:
         first = bisect_left(keys, True, key=lambda key: key not in parts[key[0]])
         return keys[first] if first < len(keys) else None
 
-    def _search(self, record: RequestRecord, index: LayeredIndex, device_tokens: int, tokens: int) -> _Found:
-        """Return the blocks that lower tiers can add to a prefix, up to the limit for one request.
+    def _search(self, record: RequestRecord, index: LayeredIndex, hit: PendingHit) -> _Found:
+        """Return the blocks that lower tiers can add to a hit, as far as the host has room for them.
 
         Args:
             record: the request.
             index: finds the blocks that any tier has.
-            device_tokens: the tokens after which the search begins.
-            tokens: the length of the prefix that needs no fetch.
+            hit: the blocks that need no fetch.
         """
-        state = self._state
-        limit, alignment = record.prompt_tokens - 1, state.shape.alignment
-        room = most_fetched(state) - record.fetched_blocks
-        # With one full-attention group, no block before `tokens` is missing. With windows, blocks may be missing there.
-        start = tokens if state.shape.is_one_full_group else device_tokens
+        state, on_way = self._state, self._in_flight.keys
+        limit, alignment = record.longest_hit(hit.device_tokens, state.shape), state.shape.alignment
+        # With one full-attention group, no block before `hit.tokens` is missing. With windows, blocks may be missing
+        # there.
+        start = hit.tokens if state.shape.is_one_full_group else hit.device_tokens
         least = max(record.least_tokens, state.policy.min_load_tokens)
         while True:
             reached, slots, *_ = longest_match(state.shape, record.keys, index, start, limit)
             blocks = index.on_tiers(slots)
-            gain = min(reached - tokens, len(blocks) * alignment)
+            gain = min(reached - hit.tokens, len(blocks) * alignment)
             worth = max([tier.least_tokens for _, tier, _ in blocks], default=0)
-            if gain < max(worth, 1) or reached - device_tokens < least:
+            if gain < max(worth, 1) or reached - hit.device_tokens < least:
                 return _NOTHING
-            if len(blocks) <= room:
-                return _Found(blocks, reached, gain, [slot for slot in slots if 0 <= slot < ON_DEVICE])
-            surplus = (reached - start) * (len(blocks) - room) // len(blocks)
-            limit = reached - max(surplus - surplus % alignment, alignment)
+            on_host = [slot for slot in slots if 0 <= slot < ON_DEVICE]
+            on_host = list(dict.fromkeys([*hit.slots, *on_host]))
+            lacking = [key for key, *_ in blocks if key not in on_way]
+            surplus = len(lacking) - self._room(record, on_host)
+            if surplus <= 0:
+                return _Found(blocks, reached, gain, on_host)
+            self._report_long(record, len(on_host) + len(blocks))
+            cut = (reached - start) * surplus // len(blocks)
+            limit = reached - max(cut - cut % alignment, alignment)
 
-    def _fetch(self, record: RequestRecord, found: _Found, head: Sequence[SlotId]) -> None:
-        """Plan fetches of the `found` blocks that are not in flight, as far as the host has room.
+    def _report_long(self, record: RequestRecord, blocks: int) -> None:
+        """Report the first prefix that has more blocks than the host has slots."""
+        slots = self._state.pool.capacity
+        if blocks > slots and not (self._has_reported_long or self._state.growing):
+            self._has_reported_long = True
+            self._state.tally.events.append(PrefixExceedsHost(record.request, blocks, slots))
 
-        The prefix's blocks on the host, including those in the `head` slots, are not evicted to make room. The
-        request's lookups then wait for the fetches.
+    def _room(self, record: RequestRecord, on_host: Sequence[SlotId]) -> int:
+        """Return how many blocks may be fetched for a request without evicting the `on_host` slots of its prefix.
+
+        Rounds after the first one leave an eighth of the host to other requests, if there are any. Over its life, a
+        request fetches no more blocks than the host has slots.
+        """
+        pool = self._state.pool
+        unused = pool.room - pool.count_evictable(on_host)
+        if record.fetched_blocks and len(self._state.requests.live) > 1:
+            unused -= pool.capacity // 8
+        return min(unused, pool.capacity - record.fetched_blocks)
+
+    def _fetch(self, record: RequestRecord, found: _Found) -> None:
+        """Plan the next round of fetches: the first of the `found` blocks that are not in flight.
+
+        The prefix's blocks on the host are not evicted to make room. The request's lookups then wait for the fetches.
         """
         state = self._state
         on_way = self._in_flight.keys
         blocks = [block for block in found.blocks if block[0] not in on_way]
         if not blocks:
             return
-        kept = list(dict.fromkeys([*head, *found.host_slots]))
-        state.pool.use(kept[::-1], {})
-        open_fetches = sum([tier.fetching for tier in state.tiers])
-        room = max(min(state.pool.room - len(kept), most_fetched(state) - open_fetches), 0)
+        state.pool.use(found.host_slots[::-1], {})
+        most = most_fetched(state)
+        if record.fetched_blocks:
+            most = max(most // 2, 1)
+        room = max(most - sum([tier.fetching for tier in state.tiers]), 0)
         for tier in state.tiers:
             some = [block for block in blocks[:room] if block[1] is tier]
             if some:
@@ -676,8 +742,12 @@ class LowerTiers:
 
 
 def most_fetched(state: CoreState) -> int:
-    """Return how many host slots all open fetches may fill together, which is also the limit for each request."""
+    """Return how many host slots all open fetches may fill together."""
     return max(state.pool.capacity // 4, 1)
+
+
+def _allows(record: RequestRecord, tier: LowerTier) -> bool:
+    return record.limits.tiers is None or tier.tier in record.limits.tiers
 
 
 def _have(tiers: Sequence[LowerTier], key: BlockKey) -> bool:

@@ -1,7 +1,7 @@
 """The disk tier's folders: a folder for each fingerprint, which contains a folder for each replica.
 
 disk_path/                       weights.json: digests of weight files
-    <fingerprint>/               identity.json: the parts of the fingerprint, for people to read
+    <fingerprint>/               identity.json: the parts of the fingerprint, for people and for the log
         replica0/                lock, index, slots0, slots1, ...
 """
 
@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffload.disk.identity import KVIdentity
-from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_root
+from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_folder, open_root
 from kvoffload.model.errors import DiskError
 
-_LOCK = "lock"
+_LOCK, _DESCRIPTION = "lock", "identity.json"
+_LONGEST_DESCRIPTION = 2**20
 _LONGEST_HOLDER = 200  # the maximum number of characters that an error quotes from the lock file
 
 
@@ -60,23 +61,51 @@ def make_folder(root: Path, identity: KVIdentity, replica: int) -> OpenFolder:
     path = root / identity.fingerprint / f"replica{replica}"
     try:
         with open_root(root) as opened, opened.make(identity.fingerprint) as parent:
-            _describe(parent, identity)
-            return parent.make(path.name)
+            folder = parent.make(path.name)
     except OSError as error:
         raise DiskError(f"disk_path: the folder {path} cannot be made or used: {error.strerror}") from error
+    folder.fingerprint = identity.fingerprint
+    return folder
+
+
+def describe(folder: OpenFolder, identity: KVIdentity) -> list[str]:
+    """Write the parts of the fingerprint to `identity.json` above a locked folder of `make_folder`.
+
+    Returns:
+        The names of the parts that the file had otherwise: the folder was made for other KV, and then renamed, copied
+        or restored under this name.
+
+    Raises:
+        DiskError: the file or its folder does not belong to this user.
+        OSError: the disk is full, failing or gone.
+    """
+    text = json.dumps(identity.as_parts(), indent=2, sort_keys=True) + "\n"
+    with open_folder(folder.path.parent) as parent:
+        found = _read_description(parent)
+        if found == text:
+            return []
+        new = f"{_DESCRIPTION}.{folder.path.name}"  # other replicas may write the file at the same time
+        with os.fdopen(parent.make_file(new), "w") as file:
+            file.write(text)
+        parent.rename(new, _DESCRIPTION)
+    return _other_parts(found, text)
 
 
 def caution(root: Path) -> str:
-    """Return a warning if other users could replace `disk_path` or this user's folders in it; otherwise ""."""
+    """Return a warning if other users could replace `disk_path` or this user's folders in it; otherwise "".
+
+    A group counts as other users, because its members can change.
+    """
     path = root.absolute()
     for each in (path, *path.parents):
         try:
             mode = each.stat().st_mode
         except OSError:
             continue
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+        if mode & (stat.S_IWOTH | stat.S_IWGRP) and not mode & stat.S_ISVTX:
+            who = "every user" if mode & stat.S_IWOTH else "every user of its group"
             return (
-                f"every user may rename and remove what is in {each} ({stat.filemode(mode)}): chmod o-w, or +t, "
+                f"{who} may rename and remove what is in {each} ({stat.filemode(mode)}): chmod go-w, or +t, "
                 "or name another disk_path"
             )
     return ""
@@ -119,13 +148,19 @@ def _locked(folder: OpenFolder) -> int:
     return descriptor
 
 
-def _describe(folder: OpenFolder, identity: KVIdentity) -> None:
-    """Write the parts of the fingerprint to `identity.json`, for people to read."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+def _read_description(folder: OpenFolder) -> str:
     try:
-        descriptor = os.open("identity.json", flags, 0o600, dir_fd=folder.descriptor)
-    except FileExistsError:
-        return
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(identity.as_parts(), file, indent=2, sort_keys=True)
-        file.write("\n")
+        descriptor = folder.open(_DESCRIPTION, os.O_RDONLY)
+    except FileNotFoundError:
+        return ""
+    with os.fdopen(descriptor, errors="replace") as file:
+        return file.read(_LONGEST_DESCRIPTION)
+
+
+def _other_parts(found: str, text: str) -> list[str]:
+    """Return the names of the parts that differ. Bytes that a power failure has left describe nothing."""
+    try:
+        before, now = dict(json.loads(found)), json.loads(text)
+    except (RecursionError, TypeError, ValueError):
+        return []
+    return [name for name in now if before.get(name) != now[name]]

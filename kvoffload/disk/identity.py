@@ -8,13 +8,12 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 
+from kvoffload.disk.open_folder import FINGERPRINT_BYTES
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.engine import EngineShape
 
 FORMAT = 1
 """Increase this number when the meaning of the lower tiers' files changes."""
-
-_DIGITS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class KVIdentity:
     def fingerprint(self) -> str:
         """Return a short text that is different for every identity."""
         parts = json.dumps(self.as_parts(), sort_keys=True, separators=(",", ":"))
-        return sha256(parts.encode()).hexdigest()[:_DIGITS]
+        return sha256(parts.encode()).hexdigest()[:FINGERPRINT_BYTES]
 
     def as_parts(self) -> dict[str, object]:
         """Return everything that the fingerprint depends on, as JSON types."""

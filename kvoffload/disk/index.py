@@ -2,8 +2,10 @@
 
     header                             batch                                    record
     "KVOINDEX" version                 magic, bytes, number, checksum           slot, kind, key, checksum per rank
-    generation, ids of files    record, record, ...
-    checksum
+    generation, fingerprint            record, record, ...
+    ids of files, checksum
+
+The header has the fingerprint of the KV, because a folder can be renamed, copied or restored under another name.
 
 The index is a log of three kinds of records: a slot was filled with a block (put), invalidated, or read (use). A
 batch's checksum also covers the number of the batch and the generation of the index. So a batch is rejected if it
@@ -33,7 +35,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from xxhash import xxh3_64
 
-from kvoffload.disk.open_folder import OpenFolder
+from kvoffload.disk.open_folder import FINGERPRINT_BYTES, OpenFolder
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import SlotId
@@ -43,14 +45,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 INDEX_NAME, _NEW = "index", "index.new"
-_MAGIC, _VERSION = b"KVOINDEX", 2
-_HEADER = struct.Struct("<8sIH16s")  # magic, version, number of ranks, generation; then the slot files' ids
+_MAGIC, _VERSION = b"KVOINDEX", 3
+# magic, version, number of ranks, generation, fingerprint; then the slot files' ids
+_HEADER = struct.Struct(f"<8sIH16s{FINGERPRINT_BYTES}s")
 _BATCH = struct.Struct("<IIQ8s")  # magic, length of the records in bytes, batch number, checksum
 _BATCH_MAGIC = 0x4B564F42
 _SUM_BYTES = 8
 _NUMBER = struct.Struct("<Q")
 _ID_BYTES = 16
-_KEY_BYTES = 64
+KEY_BYTES = 64
 _PUT, _INVALIDATE, _USE = 1, 2, 3
 _MOST_RECORDS = 4096
 """The maximum number of records in one batch of a compacted index.
@@ -74,12 +77,14 @@ class IndexHeader:
         generation: 16 random bytes. A reset of the cache starts a new generation.
         files: the id of each rank's slot file.
         slots: the number of slots in each file. It is not stored in the index.
+        fingerprint: the fingerprint of the KV.
         key: authenticates the header and the batches; None for plain checksums.
     """
 
     generation: bytes
     files: tuple[bytes, ...]
     slots: int
+    fingerprint: str
     key: TierKey | None = None
 
 
@@ -105,7 +110,7 @@ class Entries:
         """Return a put record for each entry from `start` up to `end`."""
         part = self.records[start:end]
         raw = part["key"].tobytes()  # converting each key separately would take ten times as long
-        sizes = zip(range(0, len(raw), _KEY_BYTES), part["key_bytes"].tolist(), strict=True)
+        sizes = zip(range(0, len(raw), KEY_BYTES), part["key_bytes"].tolist(), strict=True)
         keys: list[Any] = [raw[place : place + size] for place, size in sizes]
         sums: Iterable[tuple[int, ...]] = zip(*part["sums"].T.tolist(), strict=True)
         return list(map(Put, part["slot"].tolist(), keys, sums))
@@ -136,13 +141,13 @@ class IndexContents:
 
 def record_type(ranks: int) -> np.dtype[np.void]:
     """Return the numpy type of a record in the index. Only put records use the key and the checksums."""
-    key = ("key_bytes", "u1"), ("key", f"V{_KEY_BYTES}")
+    key = ("key_bytes", "u1"), ("key", f"V{KEY_BYTES}")
     return np.dtype([("slot", "<u4"), ("kind", "u1"), *key, ("sums", "<u8", (ranks,))])
 
 
 def encode_header(header: IndexHeader) -> bytes:
     """Return the header as bytes. An index begins with these bytes."""
-    fixed = _HEADER.pack(_MAGIC, _VERSION, len(header.files), header.generation)
+    fixed = _HEADER.pack(_MAGIC, _VERSION, len(header.files), header.generation, header.fingerprint.encode())
     packed = fixed + b"".join(header.files)
     return packed + _sum(header.key, b"index", packed)
 
@@ -167,16 +172,17 @@ def encode_index(header: IndexHeader, entries: Entries) -> tuple[bytes, int]:
     return encode_header(header) + b"".join(parts), len(parts)
 
 
-def read_header(data: bytes, slots: int, key: TierKey | None = None) -> IndexHeader:
+def read_header(data: bytes, slots: int, fingerprint: str, key: TierKey | None = None) -> IndexHeader:
     """Return the header of an index.
 
     Args:
         data: the first bytes of the index; they must include the whole header.
         slots: the number of slots in each file.
+        fingerprint: the fingerprint of the engine's KV.
         key: authenticates the header; None for a plain checksum.
 
     Raises:
-        NotAnIndex: the header has another format, or is damaged.
+        NotAnIndex: the header has another format, is damaged, or has another fingerprint.
     """
     if not any(data[: len(_MAGIC)]):
         raise NotAnIndex("it is empty, or was erased by a reset")
@@ -184,30 +190,34 @@ def read_header(data: bytes, slots: int, key: TierKey | None = None) -> IndexHea
         raise NotAnIndex(f"it begins with {data[: len(_MAGIC)]!r}, not with {_MAGIC!r}")
     if len(data) < _HEADER.size:
         raise NotAnIndex(f"it ends after {len(data)} bytes, in its header")
-    _, version, ranks, generation = _HEADER.unpack_from(data)
+    _, version, ranks, generation, found = _HEADER.unpack_from(data)
     if version != _VERSION:
         raise NotAnIndex(f"its format is version {version}, not {_VERSION}")
+    if (found := found.rstrip(b"\0")) != fingerprint.encode():
+        # With a tier key, this comes before the checksum, because other KV has another key.
+        raise NotAnIndex(f"it was made for other KV, with the fingerprint {found.decode(errors='replace')!r}")
     end = _HEADER.size + ranks * _ID_BYTES
     checksum = data[end : end + _SUM_BYTES]
     if not ranks or not compare_digest(checksum, _sum(key, b"index", data[:end])):
         raise NotAnIndex("its header is incomplete or damaged")
     places = range(_HEADER.size, end, _ID_BYTES)
     files = tuple([data[place : place + _ID_BYTES] for place in places])
-    return IndexHeader(generation, files, slots, key)
+    return IndexHeader(generation, files, slots, fingerprint, key)
 
 
-def read_index(data: bytes, slots: int, key: TierKey | None = None) -> IndexContents:
+def read_index(data: bytes, slots: int, fingerprint: str, key: TierKey | None = None) -> IndexContents:
     """Return the contents of an index up to its first incomplete batch.
 
     Args:
         data: the whole index.
         slots: the number of slots in each file. Records for higher slots are ignored.
+        fingerprint: the fingerprint of the engine's KV.
         key: authenticates the header and the batches; None for plain checksums.
 
     Raises:
-        NotAnIndex: the header has another format, or is damaged.
+        NotAnIndex: the header has another format, is damaged, or has another fingerprint.
     """
-    header = read_header(data, slots, key)
+    header = read_header(data, slots, fingerprint, key)
     batches, end = list["NDArray[np.void]"](), len(encode_header(header))
     while (batch := _read_batch(header, len(batches), data, end)) is not None:
         batches.append(batch)
@@ -218,8 +228,8 @@ def read_index(data: bytes, slots: int, key: TierKey | None = None) -> IndexCont
 def _row(record: DiskRecord) -> tuple[object, ...]:
     if not isinstance(record, Put):
         return record.slot, _INVALIDATE if isinstance(record, Invalidate) else _USE, 0, b"", 0
-    if len(record.key) > _KEY_BYTES:
-        raise DiskError(f"the index has room for keys of {_KEY_BYTES} bytes, and one has {len(record.key)}")
+    if len(record.key) > KEY_BYTES:
+        raise DiskError(f"the index has room for keys of {KEY_BYTES} bytes, and one has {len(record.key)}")
     return record.slot, _PUT, len(record.key), record.key, record.sums
 
 
@@ -325,7 +335,8 @@ class IndexLog:
         Raises:
             OSError: the disk is full, failing or gone. This index stays open.
         """
-        contents = read_index(_read_all(self._descriptor, self._end), self.header.slots, self.header.key)
+        header, data = self.header, _read_all(self._descriptor, self._end)
+        contents = read_index(data, header.slots, header.fingerprint, header.key)
         if contents.end != self._end:
             raise OSError(errno.EIO, "the index reads otherwise than it was written")
         rewritten = start_index(self._folder, self.header, contents.entries)
@@ -354,12 +365,12 @@ def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> In
     """Return the contents of a folder's index; None if the folder has no index.
 
     Args:
-        folder: the folder of the index.
+        folder: the folder of the index; its fingerprint must be the index's.
         slots: the number of slots in each file. Records for higher slots are ignored.
         key: authenticates the header and the batches; None for plain checksums.
 
     Raises:
-        NotAnIndex: the index has another format, is damaged, or is too large for this number of slots.
+        NotAnIndex: the index has another format or fingerprint, is damaged, or is too large for this number of slots.
         DiskError: the index is not a plain file of this user.
         OSError: the disk is failing or gone.
     """
@@ -369,13 +380,13 @@ def load_index(folder: OpenFolder, slots: int, key: TierKey | None = None) -> In
         return None
     try:
         size = os.fstat(descriptor).st_size
-        header = read_header(_read_all(descriptor, min(size, _HEAD_BYTES)), slots, key)
+        header = read_header(_read_all(descriptor, min(size, _HEAD_BYTES)), slots, folder.fingerprint, key)
         # A longer index would have been compacted (`is_mostly_garbage`).
         most_records = 2 * header.slots + _LEAST_GARBAGE + _MOST_UNWRITTEN
         most = _HEAD_BYTES + most_records * (_BATCH.size + record_type(len(header.files)).itemsize)
         if size > most:
             raise NotAnIndex(f"it has {size} bytes, and {header.slots} slots take at most {most}")
-        return read_index(_read_all(descriptor, size), slots, key)
+        return read_index(_read_all(descriptor, size), slots, folder.fingerprint, key)
     finally:
         os.close(descriptor)
 

@@ -23,6 +23,8 @@ The previous engine may still hold the lock while it shuts down, or while it han
 """
 SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Flags for opening a name that may be a trap. Without O_NONBLOCK, opening a pipe would wait for a writer."""
+FINGERPRINT_BYTES = 32
+"""The length of a KV's fingerprint."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OTHERS_WRITE = 0o022
 _LOCKED: set[int] = set()
@@ -36,12 +38,14 @@ class OpenFolder:
     Attributes:
         path: the folder's path when it was opened.
         descriptor: the folder's file descriptor.
+        fingerprint: the fingerprint of the KV in the folder's files; empty for a folder without such files.
         lock: the descriptor of the folder's lock file, which `close` unlocks; None if the folder is not locked.
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
+    def __init__(self, path: Path, descriptor: int, fingerprint: str = "") -> None:
         self.path = path
         self.descriptor = descriptor
+        self.fingerprint = fingerprint
         self.lock: int | None = None
 
     def __enter__(self) -> OpenFolder:
@@ -106,14 +110,14 @@ class OpenFolder:
         os.close(self.descriptor)
 
 
-def open_folder(path: Path) -> OpenFolder:
-    """Open a folder of this user.
+def open_folder(path: Path, fingerprint: str = "") -> OpenFolder:
+    """Open a folder of this user, with files of the KV with this fingerprint.
 
     Raises:
         DiskError: the folder belongs to another user, or others may write to it.
         OSError: the folder is missing or cannot be opened.
     """
-    return OpenFolder(path, _checked(path, _FOLDER, 0o700, None, str(path)))
+    return OpenFolder(path, _checked(path, _FOLDER, 0o700, None, str(path)), fingerprint)
 
 
 def open_root(path: Path) -> OpenFolder:

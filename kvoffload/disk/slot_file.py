@@ -2,7 +2,7 @@
 
     | header, 4 KiB | slot 0 | slot 1 | ...        a slot is a block's bytes on this rank, padded to 4 KiB
 
-The header describes the slots and contains the file's random id. The index names slot files by their ids, so a file
+The header describes the slots, names the fingerprint of the KV, and contains the file's random id. The index names slot files by their ids, so a file
 that was lost, replaced or swapped with another rank's file is noticed. The header is written when the file is created
 or resized. Slots have no headers, because the index has the checksum of each slot.
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from kvoffload.disk.open_folder import OpenFolder, close_locked, lock
+from kvoffload.disk.open_folder import FINGERPRINT_BYTES, OpenFolder, close_locked, lock
 from kvoffload.disk.system import PAGE, aligned_buffer, round_up
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DiskError
@@ -39,8 +39,8 @@ _MOST_PARTS = 1024  # the maximum number of buffers that the kernel takes in one
 
 _Call = Callable[[int, list[memoryview], int], int]
 
-_MAGIC, _VERSION = b"KVOSLOTS", 1
-_HEADER = struct.Struct("<8sII16sIIQQ16s")
+_MAGIC, _VERSION = b"KVOSLOTS", 2
+_HEADER = struct.Struct(f"<8sII16sIIQQ16s{FINGERPRINT_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
 
 log = get_logger("disk")
@@ -176,11 +176,12 @@ def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
 def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile:
     """Open and lock a rank's slot file, and allocate its disk space.
 
-    If the file has another shape or format, it is replaced by a file with a new id, and a warning is logged. If the
-    file has more than `slots` slots, the last slots are cut off.
+    If the file has another shape, format or fingerprint, it is replaced by a file with a new id. A warning says so,
+    except for another fingerprint: the index has that too, and says it once for all ranks. If the file has more than
+    `slots` slots, the last slots are cut off.
 
     Args:
-        folder: the folder of the engine's files.
+        folder: the folder of the engine's files. Its fingerprint goes into the file's header.
         shape: the shape of the slots. Its rank is part of the file's name.
         slots: how many slots the file will have.
 
@@ -217,15 +218,15 @@ def _prepare(
     descriptor: int, folder: OpenFolder, path: Path, shape: SlotShape, slots: int, *, is_new: bool
 ) -> SlotFile:
     buffer = aligned_buffer(PAGE)
-    found = _read_header(descriptor, shape, buffer)
-    if found is None and not is_new:
-        reason = _difference(buffer, shape, os.fstat(descriptor).st_size)
+    found = _read_header(descriptor, folder.fingerprint, shape, buffer)
+    reason = _difference(buffer, folder.fingerprint, shape, os.fstat(descriptor).st_size)
+    if found is None and not is_new and reason is not None:
         log.warning("slot_file_replaced", file=str(path), reason=reason, note="the blocks in it are lost")
     file_id, had = found or (secrets.token_bytes(ID_BYTES), 0)
     if slots >= had:
         _allocate(descriptor, folder, PAGE + slots * shape.pitch, keep=PAGE + had * shape.pitch if had else 0)
     if found is None or slots != had:
-        buffer[:] = _header(file_id, shape, slots)
+        buffer[:] = _header(file_id, folder.fingerprint, shape, slots)
         os.pwritev(descriptor, [buffer], 0)
         folder.sync()  # otherwise a crash could lose the file's name
     os.ftruncate(descriptor, PAGE + slots * shape.pitch)
@@ -245,31 +246,35 @@ def _allocate(descriptor: int, folder: OpenFolder, size: int, keep: int) -> None
         raise DiskError(f"{folder.path} has no room for {wanted}; lower disk_bytes or free space") from error
 
 
-def _header(file_id: bytes, shape: SlotShape, slots: int) -> bytes:
-    fields = (_MAGIC, _VERSION, PAGE, file_id, shape.rank, shape.ranks, shape.slot_bytes, slots, shape.layout)
-    packed = _HEADER.pack(*fields)
+def _header(file_id: bytes, fingerprint: str, shape: SlotShape, slots: int) -> bytes:
+    place = shape.rank, shape.ranks, shape.slot_bytes, slots, shape.layout
+    packed = _HEADER.pack(_MAGIC, _VERSION, PAGE, file_id, *place, fingerprint.encode())
     return (packed + _CHECKSUM.pack(xxh3_64_intdigest(packed))).ljust(PAGE, b"\0")
 
 
-def _read_header(descriptor: int, shape: SlotShape, buffer: memoryview) -> tuple[bytes, int] | None:
-    """Return a slot file's id and number of slots; None if the file has another shape or is too short."""
+def _read_header(
+    descriptor: int, fingerprint: str, shape: SlotShape, buffer: memoryview
+) -> tuple[bytes, int] | None:
+    """Return a slot file's id and number of slots; None if it has another fingerprint or shape, or is too short."""
     if os.preadv(descriptor, [buffer], 0) < PAGE:
         return None
-    _, _, _, file_id, _, _, _, slots, _ = _HEADER.unpack_from(buffer)
-    if bytes(buffer) != _header(file_id, shape, slots):
+    _, _, _, file_id, _, _, _, slots, _, _ = _HEADER.unpack_from(buffer)
+    if bytes(buffer) != _header(file_id, fingerprint, shape, slots):
         return None
     return (file_id, slots) if os.fstat(descriptor).st_size >= PAGE + slots * shape.pitch else None
 
 
-def _difference(header: memoryview, shape: SlotShape, size: int) -> str:
-    """Return a description of how a file differs from a slot file of this shape."""
+def _difference(header: memoryview, fingerprint: str, shape: SlotShape, size: int) -> str | None:
+    """Return how a file differs from a slot file of this shape; None if it is one of another fingerprint."""
     if size < PAGE:
         return f"it has {size} bytes"
-    magic, version, _, _, rank, ranks, slot_bytes, slots, layout = _HEADER.unpack_from(header)
+    magic, version, _, _, rank, ranks, slot_bytes, slots, layout, made_for = _HEADER.unpack_from(header)
     if magic != _MAGIC:
         return f"it begins with {magic!r}, not with {_MAGIC!r}"
     if version != _VERSION:
         return f"its format is version {version}, not {_VERSION}"
+    if made_for.rstrip(b"\0") != fingerprint.encode():
+        return None
     found = SlotShape(rank, ranks, slot_bytes, layout)
     if found == replace(shape, layout=layout) != shape:
         return "its blocks have other pages, or another attention backend or order of dimensions"

@@ -40,6 +40,7 @@ class MissCause(Cause):
     PARTIAL_BLOCK = "partial_block"  # the prompt's last block is not whole
     BEHIND_MISS = "behind_miss"  # the block comes after a missing one, so a prefix cannot contain the block
     OPTED_OUT = "opted_out"  # the request asked not to read cached blocks
+    LIMITED = "limited"  # the request's own limits exclude the block from loads, its tier from fetches, or its store
     STALLED = "stalled"  # no load may start while copies are stalled
     ON_DISK = "on_disk"  # the block is on the disk, but the request could not wait for a fetch
     IN_REMOTE = "in_remote"  # the block is in the remote tier, but the request could not wait for a fetch
@@ -59,6 +60,7 @@ class StoreOutcome(Cause):
     NOT_READY = "not_ready"  # no slot was empty or evictable, and host memory was not ready yet
     LEASE_LIMIT = "lease_limit"  # stores already leased a quarter of the device pool
     STALLED = "stalled"  # no store may start while copies are stalled
+    LIMITED = "limited"  # the request's own limit excludes the block
     REQUEST_GONE = "request_gone"  # the request ended after losing its blocks
     # the block's request was preempted, or the device evicted the block before a store could start
     LOST = "lost"

@@ -92,6 +92,11 @@ class EngineShape:
         return len(self.groups) == 1 and is_plain and self.alignment == group.block_tokens
 
     @cached_property
+    def is_full_only(self) -> bool:
+        """Return whether all groups have full attention."""
+        return all(group.kind is AttentionKind.FULL for group in self.groups)
+
+    @cached_property
     def block_tokens(self) -> int:
         """Return the tokens per block if all groups have equal blocks and none is recurrent, else 0."""
         sizes = {group.block_tokens for group in self.groups}

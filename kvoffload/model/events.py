@@ -120,13 +120,14 @@ class LoadEnded(Event, frozen=True):
     """A load has ended: the request continues with the loaded blocks, or recomputes them.
 
     `blocks` is the number of blocks with this `outcome`. A corrupt load has two events: one counts its corrupt blocks,
-    and one counts its other blocks as failed.
+    and one counts its other blocks as failed. `copy_s` is the slowest reporting rank's time.
     """
 
     job: JobId
     request: RequestId
     blocks: int
     outcome: LoadOutcome
+    copy_s: float = 0.0
 
 
 class BlocksOffered(Event, frozen=True):
@@ -191,6 +192,20 @@ class TierCopyEnded(Event, frozen=True):
     outcome: TierOutcome
     copy_s: float = 0.0
     tier: Tier = Tier.DISK
+
+
+class PrefixExceedsHost(Event, frozen=True):
+    """A prefix on the lower tiers has more blocks than the host has slots. Only the first such prefix is reported.
+
+    Args:
+        request: the request.
+        blocks: how many of the prefix's blocks the device lacks.
+        slots: how many slots the host has.
+    """
+
+    request: RequestId
+    blocks: int
+    slots: int
 
 
 class JobAbandoned(Event, frozen=True):
@@ -312,6 +327,23 @@ class OffloadingDegraded(Event, frozen=True):
 
     cause: DegradeCause
     detail: str
+
+
+class WaitEnded(Event, frozen=True):
+    """A lookup that was answered "not yet" got another answer, or its request ended; `seconds` is how long it took."""
+
+    request: RequestId
+    seconds: float
+
+
+class LoadOrphaned(Event, frozen=True):
+    """A request ended before its load."""
+
+    request: RequestId
+
+
+class RequestsEnded(Event, frozen=True):
+    """The last request has ended, so the engine is idle."""
 
 
 class FirstTokenReached(Event, frozen=True):

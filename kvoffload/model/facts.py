@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
 from kvoffload.model.message import Message
-from kvoffload.model.wire import Put, TransferReport
+from kvoffload.model.wire import Put, Tier, TransferReport
 
 
 class Fact(Message, frozen=True):
     """Base of all facts."""
+
+
+class Limits(Message, frozen=True):
+    """What one request allows kvoffload to do with its blocks.
+
+    Args:
+        load_tokens: how many tokens may be loaded beyond those that the device holds at the lookup; None for any number.
+        store_tokens: only blocks of this many first tokens may be stored; None for all.
+        tiers: the lower tiers from which blocks may be fetched; None for all. The host is always searched.
+    """
+
+    load_tokens: int | None = None
+    store_tokens: int | None = None
+    tiers: tuple[Tier, ...] | None = None
+
+
+NO_LIMITS = Limits()
 
 
 class RequestSeen(Fact, frozen=True):
@@ -24,6 +42,8 @@ class RequestSeen(Fact, frozen=True):
         reads_cache: False if the request asked not to read cached blocks.
         persists: True if lower tiers may store the request's KV, because it depends only on its keys and the engine's
             fingerprint.
+        limits: what the client allows for this request.
+        trace_parent: the W3C `traceparent` of the request's span, unchecked; None without a span.
     """
 
     request: RequestId
@@ -31,6 +51,8 @@ class RequestSeen(Fact, frozen=True):
     keys: tuple[tuple[BlockKey, ...], ...]
     reads_cache: bool = True
     persists: bool = True
+    limits: Limits = NO_LIMITS
+    trace_parent: str | None = None
 
 
 class BlocksAllocated(Fact, frozen=True):
@@ -113,7 +135,10 @@ class StepScheduled(Fact, frozen=True):
     @property
     def is_idle(self) -> bool:
         """Return whether the step reports nothing new."""
-        return not (self.progress or self.preempted or self.reallocated or self.states)
+        return not any(_NEWS(self))
+
+
+_NEWS = attrgetter("progress", "preempted", "reallocated", "states")
 
 
 class RequestEnded(Fact, frozen=True):

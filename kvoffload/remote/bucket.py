@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import threading
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Coroutine, Iterable, Sequence, Set
+from contextlib import suppress
 from datetime import timedelta
+from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -39,6 +39,7 @@ from kvoffload.remote.packs import (
     places_in,
     window_of,
 )
+from kvoffload.remote.s3_errors import AnsweredError, BadNameError, translated
 from kvoffload.remote.store import MISSING, Refusals, log
 from kvoffload.remote.values import FORMAT, Shard
 
@@ -52,30 +53,14 @@ _SMALL_BYTES = 256  # how many bytes to read, at most, of an object that is not 
 # How many characters of an object's name to log, at most: any writer may have chosen the name.
 _LOGGED_CHARACTERS = 100
 _GAP_BYTES = 2**20  # values with a larger gap between them are read by separate requests
-_STATUS = re.compile(r"status code: (\d{3}[A-Za-z ]*)")
-_REASON = re.compile(r"kind: (\w+)[^{]*source: reqwest|InvalidCertificate\(\s*(\w+)|\"(dns error)\"")
-# Status codes after which the same read would fail again. After 408 and 429, it might succeed.
-_OF_THE_OBJECT = re.compile(r"4(?!08|29)")
-_FAULTS = {"401": RemoteFault.DENIED, "403": RemoteFault.DENIED, "507": RemoteFault.FULL}
+_LOOK = f"{FORMAT}/look"  # name of the object that the first look creates
+_NO_CONDITION = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_IMPLEMENTED)
+_EXISTS = (HTTPStatus.CONFLICT, HTTPStatus.PRECONDITION_FAILED)
+# After these statuses, the same read might succeed. After other statuses from 400 to 499, it would fail again.
+_LATER = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 _INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
 
 T = TypeVar("T")
-
-
-class _AnsweredError(RemoteError):
-    """Raised when the server answers with an error status."""
-
-    def __init__(self, message: str, status: str) -> None:
-        super().__init__(message, _FAULTS.get(status[:3], RemoteFault.OTHER))
-        self.status = status
-
-
-class _BadNameError(RemoteError):
-    """Raised when the client rejects a listing because of a name in it, such as a name with "//"."""
-
-
-class _BeyondEndError(Exception):
-    """Raised when an object ends before the range to read."""
 
 
 class _Run(NamedTuple):
@@ -101,24 +86,21 @@ class BucketStore:
     def __init__(self, address: BucketAddress, timeout_s: float) -> None:
         try:
             import obstore
-            from obstore.exceptions import AlreadyExistsError, BaseError, InvalidPathError
             from obstore.store import S3Store
         except ImportError as error:
             raise RemoteError(_INSTALL.format(error)) from error
         self._obstore = obstore
-        self._failure = BaseError
-        self._exists = AlreadyExistsError
-        self._bad_name = InvalidPathError
         self._address = address
         self._timeout_s = timeout_s
         self._listing_s = timeout_s / 2  # seconds after which a listing reads no further indexes
         self.refusals = Refusals()
+        self._is_repeating = False  # whether a listing began before the place that it was asked for
         self._lock = threading.Lock()
         self._catalogues: dict[Shard, Catalogue] = {}
         limit = timedelta(seconds=timeout_s)
         # If the client gets options, it ignores AWS_ALLOW_HTTP, so pass the variable's value as an option.
         allows_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
-        with self._translated():
+        with translated(self._address):
             self._bucket = S3Store(
                 address.bucket,
                 prefix=address.prefix.rstrip("/") or None,
@@ -163,9 +145,9 @@ class BucketStore:
             index, entries = index_of(new)
             pack = new_name(catalogue.folder, _now_ms(), index)
             try:
-                with self._translated():
+                with translated(self._address):
                     self._obstore.put(self._bucket, pack, _joined([index, *new.values()]))
-            except _AnsweredError as error:
+            except AnsweredError as error:
                 self.refusals.note(str(error), error.fault)
                 return [key not in new for key in keys]
             self.refusals.note(None)
@@ -174,27 +156,69 @@ class BucketStore:
         return [True] * len(keys)
 
     def read(self, name: str) -> bytes | None:
-        try:
-            with self._translated():
-                return bytes(self._obstore.get_range(self._bucket, name, start=0, length=_SMALL_BYTES))
-        except FileNotFoundError:
-            return None
-        except _BeyondEndError:
-            return b""
+        [data] = _at_once([self._read_range(name, 0, _SMALL_BYTES)])
+        return None if data is None else bytes(data)
 
     def create(self, name: str, data: bytes) -> None:
-        with self._translated(), suppress(self._exists):
-            self._obstore.put(self._bucket, name, data, mode="create")
+        self._create(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
-        with self._translated():
+        with translated(self._address):
             self._obstore.put(self._bucket, name, data)
+
+    def first_look(self) -> list[str]:
+        """Try what an engine needs of the server: a conditional write, a read of a range and a listing from a place.
+
+        Returns:
+            What the server lacks, if an engine can do without it.
+
+        Raises:
+            RemoteError: an engine cannot use the server.
+        """
+        lacks = list[str]()
+        try:
+            # A server with conditional writes refuses the second write, and the first one if the object exists.
+            if not any(self._create(_LOOK, _LOOK.encode()) for _ in range(2)):
+                lacks.append(
+                    f"{self._address} has no conditional writes: engines that start in the same second may share nothing for 30 s"
+                )
+        except AnsweredError as error:
+            # A server that refuses writes can be read. The first put logs why it refuses them.
+            if error.status == HTTPStatus.NOT_FOUND:
+                raise
+        _at_once([self._read_range(_LOOK, 1, 1)])
+        place = f"{_LOOK}~"
+        with suppress(BadNameError):
+            if any(name < place for name, _ in self._list(f"{FORMAT}/", place)):
+                lacks.append(self._repeats())
+        return lacks
 
     def register(self, buffer: memoryview) -> None:
         """Do nothing, because the client can use any memory."""
 
     def close(self) -> None:
         """Do nothing, because no connection is kept open."""
+
+    def _create(self, name: str, data: bytes) -> bool:
+        """Write a small object if it does not exist.
+
+        A server that refuses conditional writes gets a write without a condition, which may replace another writer's
+        object.
+
+        Returns:
+            Whether the server has kept an existing object.
+        """
+        try:
+            with translated(self._address):
+                self._obstore.put(self._bucket, name, data, mode="create")
+        except AnsweredError as error:
+            if error.status in _NO_CONDITION:
+                self.replace(name, data)
+            elif error.status in _EXISTS:
+                return True
+            else:
+                raise
+        return False
 
     # -- the catalogue ------------------------------------------------------------------------------------------
 
@@ -252,30 +276,40 @@ class BucketStore:
         ends: str | None = None
         try:
             page = self._list(catalogue.folder, place)
-        except _BadNameError:
+        except BadNameError:
             # The client does not say which name it rejected, so list only one window to skip as little as possible.
             window, ends = window_of(catalogue.folder, place)
             try:
                 page = self._list(window, place)
-            except _BadNameError as error:
+            except BadNameError as error:
                 page = []
                 if ends is not None and catalogue.is_new(ends):
                     # Record the window's end as a pack without blocks, so that the next listing does not warn again.
                     catalogue.add(ends, {})
                     log.warning("remote_window_skipped", window=window, reason=str(error))
-        return page, page[-1][0] if len(page) == _PAGE else ends
+        ends = page[-1][0] if len(page) == _PAGE else ends
+        if ends is not None and ends <= place:
+            if not self._is_repeating:
+                log.warning("remote_server_lacks", note=self._repeats())
+            ends = None
+        return page, ends
+
+    def _repeats(self) -> str:
+        """Note that the server's listings do not advance, and return a warning for the operator."""
+        self._is_repeating = True
+        return f"{self._address} ignores start-after in listings: only the first {_PAGE:,} packs are found"
 
     def _list(self, folder: str, place: str) -> list[tuple[str, int]]:
         """Return the names and sizes of the objects that follow a place in a folder's listing, at most one page."""
 
         async def first() -> list[tuple[str, int]]:
-            async for page in self._obstore.list(self._bucket, folder, offset=place, chunk_size=_PAGE):
-                return [(entry["path"], entry["size"]) for entry in page]
+            with translated(self._address):
+                async for page in self._obstore.list(self._bucket, folder, offset=place, chunk_size=_PAGE):
+                    return [(entry["path"], entry["size"]) for entry in page]
             return []
 
         try:
-            with self._translated():
-                return asyncio.run(asyncio.wait_for(first(), self._timeout_s))
+            return asyncio.run(asyncio.wait_for(first(), self._timeout_s))
         except TimeoutError:
             raise RemoteError(f"{self._address}: its listing does not end", RemoteFault.TIMEOUT) from None
 
@@ -307,54 +341,30 @@ class BucketStore:
                 places = places_in(pack, index, size)
         except BadPackError as error:
             fault = str(error)
-        except _AnsweredError as error:
-            if not _OF_THE_OBJECT.match(error.status):
+        except AnsweredError as error:
+            if not 400 <= error.status < 500 or error.status in _LATER:
                 raise
-            fault = f"its read is answered with {error.status}"
+            fault = str(error)
         with self._lock:
             catalogue.add(pack, places)
         return fault
 
     async def _read_range(self, pack: str, start: int, size: int) -> memoryview | None:
-        """Return a range of an object's bytes; None if the object does not exist any more.
+        """Return the bytes that an object has of a range; None if the object does not exist.
 
         The client's `get_ranges` is not used, because it panics if a range lies beyond the object's end.
         """
         try:
-            with self._translated():
+            with translated(self._address):
                 return memoryview(
                     await self._obstore.get_range_async(self._bucket, pack, start=start, length=size)
                 )
-        except FileNotFoundError:
-            return None
-        except _BeyondEndError:
+        except AnsweredError as error:
+            if error.is_missing:
+                return None
+            if error.status != HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+                raise
             return memoryview(b"")
-
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """Turn the client's errors into `RemoteError`.
-
-        The messages leave out what the server wrote, because a server's answer may contain the name of a credential.
-        """
-        try:
-            yield
-        except self._failure as error:
-            text = str(error)
-            if isinstance(error, self._bad_name):
-                raise _BadNameError(f"{self._address} fails: {_reason(error)}") from None
-            if (status := _STATUS.search(text)) is None:
-                fault = RemoteFault.TIMEOUT if "Time" in _reason(error) else RemoteFault.UNREACHABLE
-                raise RemoteError(f"{self._address} fails: {_reason(error)}", fault) from None
-            if status[1].startswith("416"):
-                raise _BeyondEndError from None
-            text = f"{self._address} fails: {type(error).__name__}, {status[1]}"
-            raise _AnsweredError(text, status[1]) from None
-
-
-def _reason(error: Exception) -> str:
-    """Return an error's type and the words in its text that come from the client, not from a server."""
-    words = [word for found in _REASON.findall(str(error)) for word in found if word]
-    return ", ".join([type(error).__name__, *words])
 
 
 def _joined(parts: Sequence[bytes | memoryview]) -> memoryview:
@@ -363,12 +373,21 @@ def _joined(parts: Sequence[bytes | memoryview]) -> memoryview:
 
 
 def _at_once(reads: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run the reads at the same time, and return their results in the order of the reads."""
+    """Run the reads at the same time, and return their results in the order of the reads.
 
-    async def gather() -> list[T]:
-        return await asyncio.gather(*reads)
+    If reads fail, raise the first failure only once all reads have ended. A read that outlives its event loop makes the
+    client print a traceback.
+    """
 
-    return asyncio.run(gather())
+    async def gather() -> list[T | BaseException]:
+        return await asyncio.gather(*reads, return_exceptions=True)
+
+    results = list[T]()
+    for result in asyncio.run(gather()):
+        if isinstance(result, BaseException):
+            raise result
+        results.append(result)
+    return results
 
 
 def _now_ms() -> int:

@@ -117,7 +117,8 @@ def open_store(address: RemoteAddress, timeout_s: float) -> RemoteStore:
         timeout_s: how many seconds the remote tier may take to accept the connection.
 
     Raises:
-        RemoteError: the remote tier does not answer or refuses the connection, or its client is not installed.
+        RemoteError: the remote tier does not answer, refuses the connection or cannot do what an engine needs, or its
+            client is not installed.
     """
     match address:
         case MooncakeAddress():
@@ -127,4 +128,7 @@ def open_store(address: RemoteAddress, timeout_s: float) -> RemoteStore:
         case BucketAddress():
             from kvoffload.remote.bucket import BucketStore
 
-            return BucketStore(address, timeout_s)
+            store = BucketStore(address, timeout_s)
+            for lack in store.first_look():
+                log.warning("remote_server_lacks", note=lack)
+            return store

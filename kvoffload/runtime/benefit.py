@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
 from kvoffload.model.causes import LoadOutcome, TierOutcome
-from kvoffload.model.ids import RequestId
+from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.wire import Direction, Tier
-from kvoffload.runtime.copies import CopyEnded, HookTime, OpenCopies, OpenCopy
+from kvoffload.runtime.copies import OpenCopies
 from kvoffload.runtime.step_times import Copies, PrefillRate, StepTimes
 from kvoffload.telemetry.catalogue import LoadWait
 from kvoffload.telemetry.counters import Histogram
@@ -107,9 +107,7 @@ class NetBenefit:
 
     Args:
         block_tokens: the length of the shortest possible hit, in tokens.
-        ranks: how many ranks copy a part of each job.
         copies: the table of open copies.
-        hook: the current hook's time.
         bus: the bus to observe, on which `NetBenefitTurned` is published.
         waits: the histogram of each kind of wait. Without a lower tier, fetches have none.
         set_least: called about once a second for each tier, with the fewest tokens worth a load (HOST) or worth a
@@ -119,22 +117,22 @@ class NetBenefit:
     def __init__(
         self,
         block_tokens: int,
-        ranks: int,
         copies: OpenCopies,
-        hook: HookTime,
         bus: Bus,
         waits: Mapping[LoadWait, Histogram],
         set_least: Callable[[Tier, int], object] | None = None,
     ) -> None:
-        self._ranks = ranks
         self._open = copies
-        self._hook = hook
+        self._hook = bus.hook
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
         self._break_even = {tier: BreakEven() for tier in (Tier.HOST, *_FETCHED_FROM)}
         self._set_least = set_least
         self._least_due_s = math.inf if set_least is None else -math.inf
         self._await_fetch: set[RequestId] = set()
+        # When each request's load, and each fetch for a request, was planned, and how many tokens it copies.
+        self._loads: dict[RequestId, tuple[float, int]] = {}
+        self._fetches: dict[JobId, tuple[float, int]] = {}
         self._unpriced_tokens = 0
         self.saved_s = 0.0
         self._waits = waits
@@ -148,10 +146,16 @@ class NetBenefit:
         self._period_began = self._judge_s = -math.inf
         self._period_net_s = 0.0
         self.is_negative = False
-        copies.on_end = self._copy_ended
-        self._publish = bus.publish
+        self._bus = bus
         bus.count(facts.StepScheduled, self._step)
+        bus.count(events.RequestsEnded, self._idle)
         bus.count(events.LookupDeferred, self._deferred)
+        bus.count(events.WaitEnded, self._waited)
+        bus.count(events.LoadScheduled, self._load_scheduled)
+        bus.count(events.LoadOrphaned, self._load_orphaned)
+        bus.count(events.LoadEnded, self._load_ended)
+        bus.count(events.TierCopyScheduled, self._fetch_scheduled)
+        bus.count(events.TierCopyEnded, self._fetch_ended)
 
     @property
     def waited_s(self) -> float:
@@ -176,8 +180,8 @@ class NetBenefit:
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
-    def idle(self) -> None:
-        """End the measurement of the last step, because no request is left."""
+    def _idle(self, _: events.RequestsEnded) -> None:
+        """End the measurement of the last step."""
         if self._ran:
             now = self._hook.now
             self._rate.idle(now)
@@ -225,41 +229,47 @@ class NetBenefit:
 
     # -- loads ------------------------------------------------------------------------------------------------------
 
-    def waited(self, request: RequestId, seconds: float) -> None:
-        """Add the seconds for which a request's lookups have answered "not yet"."""
-        reason = LoadWait.FETCH if request in self._await_fetch else LoadWait.OTHERS_LOAD
-        self._await_fetch.discard(request)
-        self._waits[reason].observe(seconds)
-
-    def ended(self, request: RequestId) -> None:
-        """Add the wait of a request that ends before its load."""
-        load = self._open.by_request[request]
-        if load.planned is not None:
-            self._waits[LoadWait.OWN_LOAD].observe(self._hook.now - load.planned)
-            load.planned = None
-
     def _deferred(self, event: events.LookupDeferred) -> None:
         if event.owner is None:
             self._await_fetch.add(event.request)
 
-    def _copy_ended(self, copy: OpenCopy, event: CopyEnded) -> None:
-        if copy.planned is None:
+    def _waited(self, event: events.WaitEnded) -> None:
+        reason = LoadWait.FETCH if event.request in self._await_fetch else LoadWait.OTHERS_LOAD
+        self._await_fetch.discard(event.request)
+        self._waits[reason].observe(event.seconds)
+
+    def _load_scheduled(self, event: events.LoadScheduled) -> None:
+        self._loads[event.request] = self._hook.now, event.tokens
+
+    def _load_orphaned(self, event: events.LoadOrphaned) -> None:
+        """Add a request's wait for its load until now, and ignore the load's end."""
+        if (load := self._loads.pop(event.request, None)) is not None:
+            self._waits[LoadWait.OWN_LOAD].observe(self._hook.now - load[0])
+
+    def _load_ended(self, event: events.LoadEnded) -> None:
+        load = self._loads.pop(event.request, None)
+        if load is None:
             return
-        waited_s = self._hook.now - copy.planned
-        copy.planned = None
-        if isinstance(event, events.LoadEnded):
-            self._waits[LoadWait.OWN_LOAD].observe(waited_s)
-            if event.outcome is not LoadOutcome.LOADED:
-                return
-            self._unpriced_tokens += copy.tokens
-            tier, copy_s = Tier.HOST, copy.copy_s / self._ranks
-        elif event.outcome is TierOutcome.DONE:
+        planned, tokens = load
+        waited_s = self._hook.now - planned
+        self._waits[LoadWait.OWN_LOAD].observe(waited_s)
+        if event.outcome is LoadOutcome.LOADED:
+            self._unpriced_tokens += tokens
+            self._break_even[Tier.HOST].loaded(self._hook.now, tokens, waited_s, event.copy_s)
+            self._price()
+
+    def _fetch_scheduled(self, event: events.TierCopyScheduled) -> None:
+        if event.tokens:
+            self._fetches[event.job] = self._hook.now, event.tokens
+
+    def _fetch_ended(self, event: events.TierCopyEnded) -> None:
+        fetch = self._fetches.pop(event.job, None)
+        if fetch is not None and event.outcome is TierOutcome.DONE:
+            planned, tokens = fetch
+            waited_s = self._hook.now - planned
             # A rank's threads copy in parallel, so their copy times may add up to more than the wait.
-            tier, copy_s = event.tier, min(event.copy_s, waited_s)
-        else:
-            return
-        self._break_even[tier].loaded(self._hook.now, copy.tokens, waited_s, copy_s)
-        self._price()
+            copy_s = min(event.copy_s, waited_s)
+            self._break_even[event.tier].loaded(self._hook.now, tokens, waited_s, copy_s)
 
     def _price(self) -> None:
         """Add the prefill time of loaded tokens to `saved_s`, as soon as the prefill rate is known."""
@@ -292,4 +302,4 @@ class NetBenefit:
         turned = gained > 0 if self.is_negative else gained < -_MATTERS * _PERIOD_S
         if turned and began > -math.inf:
             self.is_negative = not self.is_negative
-            self._publish(events.NetBenefitTurned(self.is_negative, gained, now - began))
+            self._bus.publish(events.NetBenefitTurned(self.is_negative, gained, now - began))

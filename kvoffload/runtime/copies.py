@@ -1,73 +1,38 @@
-"""The table of open copies. An entry exists from the first pin or the plan of a copy until its last report.
+"""The table of running copies, and of the loads that the engine waits for.
 
-Hooks record which loads the engine waits for and which memory workers may still use. These records do not depend on the
-core's events, so they are complete even after the core has raised (R12). Events only add data for operators and for
-`NetBenefit`.
+Only hooks write to this table: with each plan, each report and each allocation. So the table is right whatever the core
+or an observer does (R12).
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from collections import Counter
+from collections.abc import Iterable
 
-from msgspec import Struct, field
+from msgspec import Struct
 
-from kvoffload.bus.bus import Bus
 from kvoffload.core.jobs import Jobs
 from kvoffload.core.machine import JobState
 from kvoffload.core.state import LoadResults
-from kvoffload.model import events
-from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.events import ResetEnded
 from kvoffload.model.ids import DeviceBlockId, JobId, Rank, RequestId
 from kvoffload.model.wire import DeviceJob, Direction, TransferReport
-from kvoffload.telemetry.catalogue import Hook
-
-
-class HookTime(Struct):
-    """The time of the current hook. Each hook sets the time at its start, so that code inside the hook reads no clock.
-
-    Args:
-        now: when the current hook began, in monotonic seconds.
-        spent: for each hook, the seconds that its calls have taken since the last step.
-    """
-
-    now: float = -math.inf
-    spent: defaultdict[Hook, float] = field(default_factory=lambda: defaultdict(float))
-
-
-CopyEnded: TypeAlias = events.LoadEnded | events.TierCopyEnded
 
 
 class OpenCopy(Struct, eq=False):
-    """A load, a store, or a fetch for a request. Times are monotonic seconds.
+    """A load or store that at least one rank is still copying.
 
     Args:
-        request: the request that loads or fetches; None for a store.
-        pinned: when host slots were pinned for the copy; None if no slot is pinned.
-        job: the job's id; None until the job is planned.
-        tokens: how many tokens a load or fetch copies.
-        planned: when a load or fetch was planned; None after its wait has been counted.
-        copy_s: copy time in seconds, summed over the ranks.
-        given: the job; None until the job is sent to the workers.
-        submitted: when the job was sent to the workers.
+        job: the job.
+        submitted: when the job was sent to the workers, in monotonic seconds.
         running: the ranks that are still copying.
         is_overdue: True after the job's time limit.
-        has_ended: True once an event has reported the job's end, or if no event will.
     """
 
-    request: RequestId | None = None
-    pinned: float | None = None
-    job: JobId | None = None
-    tokens: int = 0
-    planned: float | None = None
-    copy_s: float = 0.0
-    given: DeviceJob | None = None
-    submitted: float = 0.0
-    running: set[Rank] = set()
+    job: DeviceJob
+    submitted: float
+    running: set[Rank]
     is_overdue: bool = False
-    has_ended: bool = False
 
 
 class LoadAnswers(Struct):
@@ -91,79 +56,44 @@ NO_ANSWERS = LoadAnswers()
 
 
 class OpenCopies:
-    """The table of open copies, by job.
-
-    A copy is also listed by request while host slots are pinned for the copy or the engine waits for the load.
+    """The running copies by job, and the loads that the engine waits for.
 
     Args:
         ranks: how many ranks copy each job.
         timeout_s: seconds from submission after which a job is overdue.
         jobs: the core's jobs, for finding the jobs that are open at a reset.
-        hook: the current hook's time.
-        bus: the bus to observe, on which `ResetEnded` is published.
-
-    Attributes:
-        on_end: called with each load or fetch that ends, and with the event that reports this end.
     """
 
-    def __init__(self, ranks: int, timeout_s: float, jobs: Jobs, hook: HookTime, bus: Bus) -> None:
+    def __init__(self, ranks: int, timeout_s: float, jobs: Jobs) -> None:
         self._ranks = frozenset(map(Rank, range(ranks)))
         self.timeout_s = timeout_s
         self._jobs = jobs
-        self._bus = bus
-        self._hook = hook
-        self.on_end: Callable[[OpenCopy, CopyEnded], object] = lambda copy, event: None
         self.by_job: dict[JobId, OpenCopy] = {}
-        self.by_request: dict[RequestId, OpenCopy] = {}
+        """The running copies, in the order of submission."""
         self._counts = {(direction, is_overdue): 0 for direction in Direction for is_overdue in (False, True)}
-        self.awaited: dict[RequestId, None] = {}
-        """The requests whose loads the engine waits for."""
+        self.awaited: dict[RequestId, JobId | None] = {}
+        """The requests whose loads the engine waits for, with each load's job; None before the job is submitted."""
         self.answers = NO_ANSWERS
-        """Ended loads that `SchedulerSide.take_answers` has not returned yet."""
-        # Other threads read the next three attributes, which are assigned and never modified in place.
+        """Ended loads that `take_answers` has not returned yet."""
+        # Other threads read the next two attributes, which are assigned and never modified in place.
         self.oldest: float | None = None
         """When the oldest running job that is not overdue was submitted; None if there is no such job."""
-        self.oldest_pin: float | None = None
-        """When the oldest pin began; None without pins."""
         self.draining = 0
         """The number of open jobs from before the last reset, not counting abandoned jobs.
 
         The results of these jobs are dropped.
         """
-        self._epoch = 0
         self._from_before_reset: set[JobId] = set()
-        bus.count(events.HitPinned, self._hit_pinned)
-        bus.count(events.HitDropped, self._hit_dropped)
-        bus.count(events.LoadScheduled, self._load_scheduled)
-        bus.count(events.LoadEnded, self._load_ended)
-        bus.count(events.TierCopyScheduled, self._fetch_scheduled)
-        bus.count(events.TierCopyEnded, self._fetch_ended)
-        bus.count(events.ResetStarted, self._reset_started)
 
-    # -- calls from hooks ---------------------------------------------------------------------------------------
+    # -- loads and stores ---------------------------------------------------------------------------------------
 
-    def awaits(self, request: RequestId) -> None:
-        """Record that the engine waits for this request's load."""
-        copy = self.by_request.get(request)
-        if copy is None or copy.job is not None:
-            self.by_request[request] = OpenCopy(request)
-        self.awaited[request] = None
-
-    def submitted(self, jobs: Iterable[DeviceJob]) -> None:
+    def submitted(self, jobs: Iterable[DeviceJob], now: float) -> None:
         """Record that jobs are sent to the workers."""
-        now = self._hook.now
         for job in jobs:
-            copy = self.by_job.get(job.id)
-            # No event reports the end of a store, or of a load whose first event was lost.
-            if copy is None:
-                load = None if job.extra is None else self.by_request.get(job.extra)
-                copy = self.by_job[job.id] = load or OpenCopy()
-                copy.job = job.id
-                copy.has_ended = True
-            copy.given = job
-            copy.submitted = now
-            copy.running = set(self._ranks)
+            self.by_job[job.id] = OpenCopy(job, now, set(self._ranks))
             self._counts[job.direction, False] += 1
+            if job.extra in self.awaited:
+                self.awaited[job.extra] = job.id
             if self.oldest is None:
                 self.oldest = now
 
@@ -174,28 +104,39 @@ class OpenCopies:
             if copy is None or report.rank not in copy.running:
                 continue
             copy.running.discard(report.rank)
-            if part.outcome is CopyOutcome.DONE:
-                copy.copy_s += part.copy_s
-            if copy.given is not None and not copy.running:
-                self._counts[copy.given.direction, copy.is_overdue] -= 1
-                if copy.has_ended:
-                    del self.by_job[part.job]
-        self._look()
+            if not copy.running:
+                self._counts[copy.job.direction, copy.is_overdue] -= 1
+                del self.by_job[part.job]
+        if self.by_job:
+            self._look()
+        else:
+            self.oldest = None
 
-    def overdue(self) -> list[JobId]:
+    def overdue(self, now: float) -> list[JobId]:
         """Return the jobs that have become overdue since the last call."""
         jobs = []
         for copy in self.by_job.values():
-            job = copy.given
-            if job is None or copy.is_overdue or not copy.running:
-                continue
-            if copy.submitted + self.timeout_s <= self._hook.now:
+            if not copy.is_overdue and copy.submitted + self.timeout_s <= now:
                 copy.is_overdue = True
-                self._counts[job.direction, False] -= 1
-                self._counts[job.direction, True] += 1
-                jobs.append(job.id)
+                self._counts[copy.job.direction, False] -= 1
+                self._counts[copy.job.direction, True] += 1
+                jobs.append(copy.job.id)
         self._look()
         return jobs
+
+    def blocks(self) -> Counter[DeviceBlockId]:
+        """Return how many running jobs copy each device block."""
+        return Counter(block for copy in self.by_job.values() for block in copy.job.targets)
+
+    def count(self, direction: Direction, *, is_overdue: bool) -> int:
+        """Return how many running jobs have this direction and this `is_overdue`. Any thread may call this method."""
+        return self._counts[direction, is_overdue]
+
+    # -- answers ------------------------------------------------------------------------------------------------
+
+    def awaits(self, request: RequestId) -> None:
+        """Record that the engine waits for this request's load."""
+        self.awaited[request] = None
 
     def answer(self, results: LoadResults) -> None:
         """Add ended loads to `answers`, if the engine still waits for them."""
@@ -204,129 +145,43 @@ class OpenCopies:
             for request in requests:
                 if request not in self.awaited:
                     continue
+                job = self.awaited[request]
                 del self.awaited[request]
-                copy = self.by_request[request]
                 ended.append(request)
-                if copy.given is None:
+                if job is None:
                     answers.without_copy.append(request)
-                elif copy.running:
-                    answers.abandoned.append(copy.given.id)
-                if copy.pinned is None:
-                    del self.by_request[request]
+                elif job in self.by_job:
+                    answers.abandoned.append(job)
         if answers.loaded or answers.failed:
             self.answers = answers
 
-    def look_at_reset(self) -> None:
-        """Publish the end of the last reset if all jobs that were open at the reset have ended or were abandoned."""
+    def take_answers(self) -> LoadAnswers:
+        """Return the ended loads since the last call."""
+        answers, self.answers = self.answers, NO_ANSWERS
+        return answers
+
+    # -- resets -------------------------------------------------------------------------------------------------
+
+    def reset(self, epoch: int) -> ResetEnded | None:
+        """Record which jobs are open at a reset; see `look_at_reset`."""
+        self._from_before_reset = set(self._jobs.open)
+        return self.look_at_reset(epoch)
+
+    def look_at_reset(self, epoch: int) -> ResetEnded | None:
+        """Return an event if all jobs that were open at the last reset have ended or were abandoned."""
         states = [job.state for number, job in self._jobs.open.items() if number in self._from_before_reset]
         abandoned = states.count(JobState.ABANDONED)
         self.draining = len(states) - abandoned
-        if not self.draining:
-            self._bus.publish(events.ResetEnded(self._epoch, abandoned))
+        return None if self.draining else ResetEnded(epoch, abandoned)
 
-    def forget_events(self) -> None:
-        """Drop entries that only an event could remove, because the core publishes no more events."""
-        self.by_job = {
-            job: copy for job, copy in self.by_job.items() if copy.running and copy.given is not None
-        }
-        self.by_request = {request: self.by_request[request] for request in self.awaited}
-        for copy in (*self.by_job.values(), *self.by_request.values()):
-            copy.has_ended = True
-            copy.pinned = copy.planned = None
-        self.oldest_pin = None
+    def stop_draining(self) -> None:
+        """Stop waiting for the jobs from before the last reset, because the core no longer tracks its jobs."""
         self.draining = 0
 
-    # -- queries ------------------------------------------------------------------------------------------------
-
-    @property
-    def running(self) -> list[DeviceJob]:
-        """Return the jobs that at least one rank is still copying, including overdue ones."""
-        return [copy.given for copy in self.by_job.values() if copy.running and copy.given is not None]
-
-    def blocks(self) -> Counter[DeviceBlockId]:
-        """Return how many running jobs copy each device block."""
-        return Counter(block for job in self.running for block in job.targets)
-
-    def count(self, direction: Direction, *, is_overdue: bool) -> int:
-        """Return how many running jobs have this direction and this `is_overdue`. Any thread may call this method."""
-        return self._counts[direction, is_overdue]
-
-    # -- event handlers -----------------------------------------------------------------------------------------
-
-    def _hit_pinned(self, event: events.HitPinned) -> None:
-        self._pin(self.by_request.get(event.request) or OpenCopy(event.request))
-
-    def _hit_dropped(self, event: events.HitDropped) -> None:
-        copy = self.by_request.get(event.request)
-        if copy is not None:
-            self._unpin(copy)
-
-    def _load_scheduled(self, event: events.LoadScheduled) -> None:
-        copy = self.by_request.get(event.request)
-        if copy is None or copy.job is not None:
-            copy = OpenCopy(event.request)
-        copy.job = event.job
-        copy.tokens = event.tokens
-        copy.planned = self._hook.now
-        self._pin(copy)
-        self.by_job[event.job] = copy
-
-    def _load_ended(self, event: events.LoadEnded) -> None:
-        copy = self.by_job.get(event.job)
-        if copy is not None:
-            copy.has_ended = True
-            self._unpin(copy)
-            if not copy.running:
-                del self.by_job[event.job]
-            self.on_end(copy, event)
-
-    def _fetch_scheduled(self, event: events.TierCopyScheduled) -> None:
-        if event.tokens and event.request is not None:
-            self.by_job[event.job] = OpenCopy(
-                event.request,
-                job=event.job,
-                tokens=event.tokens,
-                planned=self._hook.now,
-                running=set(self._ranks),
-            )
-
-    def _fetch_ended(self, event: events.TierCopyEnded) -> None:
-        fetch = self.by_job.pop(event.job, None)
-        if fetch is not None:
-            self.on_end(fetch, event)
-
-    def _reset_started(self, event: events.ResetStarted) -> None:
-        self._epoch = event.epoch
-        self._from_before_reset = set(self._jobs.open)
-        self.look_at_reset()
-
-    # -- helpers ------------------------------------------------------------------------------------------------
-
-    def _pin(self, copy: OpenCopy) -> None:
-        """Record when slots were pinned for a copy. `by_request` stays in the order of the pins."""
-        assert copy.request is not None
-        if copy.pinned is None:
-            copy.pinned = self._hook.now
-            self.by_request.pop(copy.request, None)
-            self.by_request[copy.request] = copy
-            if self.oldest_pin is None:
-                self.oldest_pin = self._hook.now
-
-    def _unpin(self, copy: OpenCopy) -> None:
-        copy.pinned = None
-        request = copy.request
-        if request is not None and request not in self.awaited and self.by_request.get(request) is copy:
-            del self.by_request[request]
-        for each in self.by_request.values():
-            if each.pinned is not None:
-                self.oldest_pin = each.pinned
-                return
-        self.oldest_pin = None
-
     def _look(self) -> None:
-        """Update `oldest` to the first running job that is not overdue; `by_job` is in the order of submission."""
+        """Update `oldest` to the first running job that is not overdue."""
         for copy in self.by_job.values():
-            if copy.given is not None and copy.running and not copy.is_overdue:
+            if not copy.is_overdue:
                 self.oldest = copy.submitted
                 return
         self.oldest = None

@@ -22,7 +22,7 @@ from itertools import count
 
 from msgspec.structs import replace
 
-from kvoffload.disk.folder import DiskPlace, FolderInUse, caution, lock_folder, make_folder
+from kvoffload.disk.folder import DiskPlace, FolderInUse, caution, describe, lock_folder, make_folder
 from kvoffload.disk.identity import KVIdentity, index_key
 from kvoffload.disk.index import (
     INDEX_NAME,
@@ -243,10 +243,12 @@ class DiskCatalog:
         folder = self._folder
         ids = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
         slots = min(file.slots for file in self._files.values())
-        found = _find_index(folder, ids, slots, key)
+        found = _find_index(folder, self.identity, ids, slots, key)
         generation = new_generation() if found is None else found.header.generation
         entries = Entries.none(self._ranks) if found is None else found.entries
-        self._index = start_index(folder, IndexHeader(generation, ids, slots, key), entries)
+        self._index = start_index(
+            folder, IndexHeader(generation, ids, slots, folder.fingerprint, key), entries
+        )
         self._entries = len(entries)
         log.info(
             "disk_opened",
@@ -305,16 +307,19 @@ class DiskCatalog:
 
 
 def _find_index(
-    folder: OpenFolder, files: tuple[bytes, ...], slots: int, key: TierKey | None
+    folder: OpenFolder, identity: KVIdentity, files: tuple[bytes, ...], slots: int, key: TierKey | None
 ) -> IndexContents | None:
     """Return the folder's index of these slot files, or None if it is missing or unusable. Log why it is unusable."""
+    others = describe(folder, identity)
     try:
         found = load_index(folder, slots, key)
         if found is not None and found.header.files != files:
             raise NotAnIndex(f"it belongs to other slot files, which had {len(found.entries)} blocks")
     except NotAnIndex as error:
-        path = str(folder.path / INDEX_NAME)
-        log.warning("disk_index_dropped", file=path, reason=str(error), note="the disk starts empty")
+        path, reason = str(folder.path / INDEX_NAME), str(error)
+        if others:
+            reason += f"; its identity.json names other {', '.join(others)}"
+        log.warning("disk_index_dropped", file=path, reason=reason, note="the disk starts empty")
         return None
     return found
 

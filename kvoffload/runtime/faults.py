@@ -1,4 +1,4 @@
-"""Audits the core, and switches offloading off when the core raises (R12).
+"""The only door into the core: calls it under a guard, audits it, and switches it off when it raises (R12).
 
 A core that raised may have stopped halfway through an update, so it is not called again. After that, offloading only
 tracks the leased blocks and the jobs that workers still copy.
@@ -16,52 +16,54 @@ from kvoffload.logs import get_logger
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import AuditsLeases, BlockPool
 from kvoffload.model.events import OffloadingDegraded
-from kvoffload.model.facts import InvariantBroken
+from kvoffload.model.facts import Fact, InvariantBroken
 from kvoffload.runtime.copies import OpenCopies
-from kvoffload.runtime.observation import Observation
 
+F = TypeVar("F", bound=Fact)
 Result = TypeVar("Result")
 
 log = get_logger("scheduler")
 
 
 class Faults:
-    """Audits the core, and handles the core's exceptions.
+    """Calls the core, handles its exceptions, and audits it.
 
     Args:
         core: the core.
-        bus: dispatches facts to the core.
+        bus: passes messages to observers.
         copies: the open copies, with the blocks that workers may still copy.
         device: the engine's block pool.
-        observation: counts audits, and records whether `OffloadingDegraded` was published.
     """
 
-    def __init__(
-        self,
-        core: OffloadCore,
-        bus: Bus,
-        copies: OpenCopies,
-        device: BlockPool,
-        observation: Observation,
-    ) -> None:
+    def __init__(self, core: OffloadCore, bus: Bus, copies: OpenCopies, device: BlockPool) -> None:
         self._core = core
+        self._tally = core.state.tally
         self._bus = bus
         self._copies = copies
         self._device = device if isinstance(device, AuditsLeases) else None
-        self._observation = observation
         self.cause: DegradeCause | None = None
         """Why offloading is off; None while it is on."""
         self.error: str | None = None
         """What the core was doing when it raised, and the exception; None if it has not raised."""
-        self.pending_error: tuple[Exception, str] | None = None
-        """An exception that the core raised on another thread.
+        self.audits = 0
+        """How many audits were made."""
 
-        The engine's thread handles the exception in the next step.
+    # -- calls of the core --------------------------------------------------------------------------------------
+
+    def apply(self, react: Callable[[F], object], fact: F, batch: list[object]) -> None:
+        """Pass a fact to the core's method `react`, and add the core's events to the batch for observers.
+
+        A core that has raised gets no facts.
         """
-        bus.handle(InvariantBroken, self._invariant_broken)
-        bus.on_state_error = lambda error, fact: self.raised(error, type(fact).__name__)
-
-    # -- a core that raises -------------------------------------------------------------------------------------
+        if self.error is not None:
+            return
+        tally = self._tally
+        try:
+            react(fact)
+            if tally.events or tally.has_sums:
+                batch += tally.take()
+        except Exception as error:
+            batch += self.raised(error, type(fact).__name__)
 
     def ask(self, name: str, question: Callable[[], Result], otherwise: Result) -> Result:
         """Call `question` and return its result, or `otherwise` if the core raises now or has raised before."""
@@ -69,15 +71,37 @@ class Faults:
             try:
                 return question()
             except Exception as error:
-                self.raised(error, name)
+                self._bus.dispatch(self.raised(error, name))
         return otherwise
 
-    def raised(self, error: Exception, doing: str) -> None:
-        """Stop using the core after the current batch. Ignore later exceptions, which follow from the first."""
-        if self.error is None:
-            log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
-            self.error = f"{doing}: {error!r}"
-            self._bus.afterwards(self._cut_off)
+    def raised(self, error: Exception, doing: str) -> list[object]:
+        """Stop using the core, and return the messages for observers.
+
+        Later exceptions are ignored, because they follow from the first.
+        """
+        if self.error is not None:
+            return []
+        log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
+        self.error = f"{doing}: {error!r}"
+        fact = InvariantBroken(DegradeCause.HANDLER_RAISED, self.error)
+        _try(lambda: self._core.invariant_broken(fact))
+        events = _try(lambda: self._tally.take(everything=True)) or []
+        if self.cause is None:
+            self.cause = fact.cause
+            if not any(isinstance(event, OffloadingDegraded) for event in events):
+                events.append(OffloadingDegraded(fact.cause, fact.detail))
+        self._copies.stop_draining()
+        self.release_loose()
+        return [fact, *events]
+
+    def broken(self, cause: DegradeCause, detail: str) -> None:
+        """Switch offloading off, because something that must hold does not hold."""
+        fact = InvariantBroken(cause, detail)
+        batch: list[object] = [fact]
+        self.apply(self._core.invariant_broken, fact, batch)
+        if self.cause is None:
+            self.cause = cause
+        self._bus.dispatch(batch)
 
     def release_loose(self) -> None:
         """Release leased blocks that no worker copies any more."""
@@ -85,24 +109,6 @@ class Faults:
         loose = Counter(leases.counts) - self._copies.blocks()
         if loose:
             _try(lambda: leases.release([*loose.elements()]))
-
-    def _invariant_broken(self, fact: InvariantBroken) -> None:
-        """Record the cause, and switch off the core."""
-        if self.cause is None:
-            self.cause = fact.cause
-        self._core.invariant_broken(fact)
-
-    def _cut_off(self) -> None:
-        """Switch off the core, remove it from the bus, and release blocks that no worker copies any more."""
-        cause, detail = DegradeCause.HANDLER_RAISED, self.error or ""
-        self._bus.publish(InvariantBroken(cause, detail))
-        self._bus.drop_handlers()
-        for event in _try(lambda: self._core.state.tally.take(everything=True)) or []:
-            self._bus.publish(event)
-        if not self._observation.saw_degradation:
-            self._bus.publish(OffloadingDegraded(cause, detail))
-        self._copies.forget_events()
-        self.release_loose()
 
     # -- audits -------------------------------------------------------------------------------------------------
 
@@ -114,9 +120,9 @@ class Faults:
         problems: list[str] = self.ask("audit", lambda: [*self._core.audit(), *self._engine_problems()], [])
         if self.error is not None:
             return self._problems_of_a_broken_core()
-        self._observation.counters.add("kvoffload_audits_total")
+        self.audits += 1
         if problems:
-            self._bus.publish(InvariantBroken(DegradeCause.INVARIANT_BROKEN, "; ".join(problems)))
+            self.broken(DegradeCause.INVARIANT_BROKEN, "; ".join(problems))
         return problems
 
     def _engine_problems(self) -> list[str]:

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from math import inf
 
-from kvoffload.bus.bus import Bus
+from kvoffload.bus.bus import Batch, Bus
 from kvoffload.bus.feed import run_observer
 from kvoffload.logs import get_logger
-from kvoffload.model.causes import RemoteFault
+from kvoffload.model.causes import DegradeCause, RemoteFault
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineIdentity, EngineShape
-from kvoffload.model.events import OffloadingDegraded
-from kvoffload.model.facts import TransferReported
-from kvoffload.model.ids import Rank
-from kvoffload.model.wire import Tier, TransferReport
-from kvoffload.runtime.copies import HookTime
+from kvoffload.model.events import HitDropped, HitPinned, LoadEnded, LoadScheduled, OffloadingDegraded
+from kvoffload.model.ids import RequestId
+from kvoffload.model.wire import Tier
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.step_times import FirstTokens
-from kvoffload.telemetry.catalogue import subscriber_label
+from kvoffload.telemetry.catalogue import Subscriber, subscriber_label
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.logging import QUIET_S, AtMostEvery, LogObserver, log_removed, log_spans_failed
@@ -42,8 +40,8 @@ class Observation:
         shape: the engine's fixed properties.
         config: the operator's settings.
         identity: the engine's identity.
-        hook: the current hook's time.
-        clocks: provides wall time for the journal and spans, and monotonic time for limiting repeated warnings.
+        clocks: provides wall time for spans, and monotonic time for limiting repeated warnings.
+        tiers: the engine's tiers below the host.
 
     Raises:
         ConfigError: the journal's file cannot be written, or a package that spans need is not installed.
@@ -55,7 +53,6 @@ class Observation:
         shape: EngineShape,
         config: OffloadConfig,
         identity: EngineIdentity,
-        hook: HookTime,
         clocks: Clocks,
         tiers: Set[Tier],
     ) -> None:
@@ -64,34 +61,31 @@ class Observation:
         self.info = info_labels(identity, config)
         self.spans = make_spans(config, shape, clocks.unix)
         self.journal = Journal(
-            clocks.unix,
+            bus.hook,
             path=config.journal_path,
             max_bytes=config.journal_max_bytes,
             provenance=describe_run(identity, shape, config, clocks.unix()),
             on_failure=self._journal_failed,
         )
         self.counters = Counters(tiers)
-        self.counters.subscribe(bus)
-        self.reports = {rank: TransferReport(rank, (), 0) for rank in map(Rank, range(shape.ranks))}
-        """Each rank's last report. Any thread may read it."""
+        self.counters.subscribe(bus, bus.hook.spent)
+        self.pins = PinAges(bus)
         self.remote_faults: Mapping[RemoteFault, int] = {}
         """Failed calls of the scheduler's side to the remote tier. Ranks report their own failed calls."""
-        bus.count(TransferReported, self._reported)
         self.journal.subscribe(bus)
-        self.first_tokens = FirstTokens(hook, bus)
+        self._first_tokens = FirstTokens(bus)
+        self._unreadable = AtMostEvery(inf, clocks.monotonic)  # the metrics whose reader raised
         self._portal: Portal | None = None
         self._running: list[Future[None]] = []
-        self.saw_degradation = False
-        """True after `OffloadingDegraded` was published."""
         bus.count(OffloadingDegraded, self._degraded)
-        bus.on_removed = self._removed
+        bus.on_removed = self.removed
 
     def start(self, portal: Portal) -> None:
         """Start the observers on the portal's loop. They run until the bus is closed."""
         log_observer = LogObserver(self._now)
         self._portal = portal
         self._running = [
-            portal.spawn(run_observer, log_observer.subscribe(self._bus), log_observer, self._removed),
+            portal.spawn(run_observer, log_observer.subscribe(self._bus), log_observer, self.removed),
             portal.spawn(self.journal.run),
         ]
         if self.spans is not None:
@@ -114,27 +108,70 @@ class Observation:
 
         spans.subscribe(self._bus, failed)
         executor = portal.new_executor(NAME)
-        running = portal.spawn(spans.run, executor, self._removed)
+        running = portal.spawn(spans.run, executor, self.removed)
         running.add_done_callback(lambda _: executor.shutdown(wait=False))
         self._running.append(running)
 
-    def _reported(self, fact: TransferReported) -> None:
-        if fact.report.rank in self.reports:
-            self.reports[fact.report.rank] = fact.report
+    def _degraded(self, _: OffloadingDegraded) -> None:
+        # At the end of the batch, the journal contains the events that led to this one.
+        self._bus.count(Batch, self._log_degradation)
 
-    def _degraded(self, event: OffloadingDegraded) -> None:
-        self.saw_degradation = True
-        # Log after the batch, when the journal contains the events that led to this one.
-        self._bus.afterwards(partial(self._log_degradation, event))
+    def _log_degradation(self, batch: Batch) -> None:
+        self._bus.uncount(Batch, self._log_degradation)
+        for event in batch.messages:
+            if isinstance(event, OffloadingDegraded):
+                journal = self.journal.tail(_TAIL)
+                log.error("offloading_off", cause=event.cause.value, detail=event.detail, journal=journal)
 
-    def _log_degradation(self, event: OffloadingDegraded) -> None:
-        journal = self.journal.tail(_TAIL)
-        log.error("offloading_off", cause=event.cause.value, detail=event.detail, journal=journal)
-
-    def _removed(self, name: str, error: Exception) -> None:
+    def removed(self, name: str, error: Exception) -> None:
+        """Count and log an observer that raised and is not called any more."""
         self.counters.add("kvoffload_bus_removed_total", subscriber_label(name))
         log_removed(name, error)
+        if name.startswith(PinAges.__name__):
+            self.pins.oldest = None  # a pin that nothing observes would seem to last until the engine's end
+
+    def reader_failed(self, metric: str, error: Exception) -> None:
+        """Report a metric that cannot be read, once. Any thread may call this method."""
+        if self._unreadable.due(metric) is not None:
+            self.removed(f"{Subscriber.GAUGES.value}.{metric}", error)
 
     def _journal_failed(self, error: Exception) -> None:
         self.counters.add("kvoffload_journal_write_errors_total")
         log.error("journal_stopped", error=str(error), note="the engine and the ring in memory continue")
+
+
+class PinAges:
+    """Records since when host slots have been pinned for each request's hit or load.
+
+    Args:
+        bus: the bus to observe.
+
+    Attributes:
+        oldest: when the oldest pin began, in monotonic seconds; None without pins. Any thread may read it.
+    """
+
+    def __init__(self, bus: Bus) -> None:
+        self._hook = bus.hook
+        self._since: dict[RequestId, float] = {}  # the oldest pin first
+        self.oldest: float | None = None
+        bus.count(HitPinned, self._pinned)
+        bus.count(LoadScheduled, self._pinned)
+        bus.count(HitDropped, self._unpinned)
+        bus.count(LoadEnded, self._unpinned)
+        bus.count(OffloadingDegraded, self._degraded)
+
+    def _pinned(self, event: HitPinned | LoadScheduled) -> None:
+        if event.request not in self._since:
+            self._since[event.request] = self._hook.now
+            if self.oldest is None:
+                self.oldest = self._hook.now
+
+    def _unpinned(self, event: HitDropped | LoadEnded) -> None:
+        self._since.pop(event.request, None)
+        self.oldest = next(iter(self._since.values()), None)
+
+    def _degraded(self, event: OffloadingDegraded) -> None:
+        """Forget all pins of a core that raised, which publishes no more events."""
+        if event.cause is DegradeCause.HANDLER_RAISED:
+            self._since.clear()
+            self.oldest = None

@@ -1,8 +1,8 @@
 """The scheduler's side of offloading, which an adapter's hooks call.
 
-Each hook dispatches one fact on the bus. The fact's state handler, a method of the core, runs inside the hook. The fact
-and the core's events then reach counters, the journal and all other observers in one batch. Lookups and the planning of
-a step return a result, so they call the core directly.
+Each hook passes its fact to a method of the core, through the guard in `Faults`. Then the fact and the core's events
+reach counters, the journal and all other observers in one batch, whose guard is the bus. Lookups and the planning of a
+step return a result, so they call the core themselves.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvoffload.bus.bus import Bus
+from kvoffload.bus.current_hook import CurrentHook, HasToken
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import LoadResults, Policy
 from kvoffload.disk.folder import DiskPlace
@@ -19,21 +20,22 @@ from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig, check_promises
 from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
-from kvoffload.model.events import Event
-from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.model.events import LoadOrphaned, RequestsEnded, WaitEnded
+from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.wire import NOTHING, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.benefit import NetBenefit
-from kvoffload.runtime.copies import NO_ANSWERS, HookTime, LoadAnswers, OpenCopies
+from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers, OpenCopies
 from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.observation import Observation
 from kvoffload.runtime.portal import Portal
-from kvoffload.runtime.step_times import HasToken
 from kvoffload.runtime.tiers_side import TiersSide
 from kvoffload.telemetry.catalogue import Hook, Series, read_all
+from kvoffload.telemetry.counters import Counters
 from kvoffload.transfer.ports import Clocks
 
 _UNKNOWN = EngineIdentity()
+_TICK_STEPS = 64
 
 # In CPython 3.11, reading a module global takes a tenth of the time of reading `Hook.SEEN`.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
@@ -74,7 +76,8 @@ class SchedulerSide:
         tier_key: TierKey | None = None,
     ) -> None:
         self._clocks = clocks or Clocks()
-        self._hook = HookTime()
+        self._hook = CurrentHook(self._clocks.monotonic, self._clocks.unix)
+        self.bus = Bus(self._hook)
         # Both dicts contain requests that are not admitted. `_deferred` has the time of a request's first "not yet",
         # at which its time limit begins. `_waiting` has the time of the first "not yet" after the last other answer.
         self._deferred: dict[RequestId, float] = {}
@@ -82,17 +85,14 @@ class SchedulerSide:
         self.shape = shape
         self.core = OffloadCore(shape, _policy(config, shape, disk, remote), device)
         self._jobs = self.core.state.jobs
-        self._live = self.core.state.requests.live
-        self.bus = Bus(self.core.state.tally)
         tiers = {tier.tier for tier in self.core.state.tiers}
-        self.observation = Observation(self.bus, shape, config, identity, self._hook, self._clocks, tiers)
-        self.counters = self.observation.counters
-        self.copies = OpenCopies(shape.ranks, config.transfer_timeout_s, self._jobs, self._hook, self.bus)
+        self.observation = Observation(self.bus, shape, config, identity, self._clocks, tiers)
+        self.copies = OpenCopies(shape.ranks, config.transfer_timeout_s, self._jobs)
         set_least = self.core.set_least if config.min_load_tokens == AUTO else None
-        self.benefit = NetBenefit(
-            shape.alignment, shape.ranks, self.copies, self._hook, self.bus, self.counters.waits, set_least
-        )
-        self.faults = Faults(self.core, self.bus, self.copies, device, self.observation)
+        self.benefit = NetBenefit(shape.alignment, self.copies, self.bus, self.counters.waits, set_least)
+        self.reports = {rank: TransferReport(rank, (), 0) for rank in map(Rank, range(shape.ranks))}
+        """Each rank's last report. Any thread may read it."""
+        self.faults = Faults(self.core, self.bus, self.copies, device)
         self._tiers_side: TiersSide | None = None
         if self.core.state.tiers:
             assert portal is not None, "a tier below the host needs a portal"
@@ -100,45 +100,31 @@ class SchedulerSide:
                 self.core, self.faults, config, portal, self._clocks, disk, remote, tier_key
             )
             self.observation.remote_faults = self._tiers_side.remote_faults
-        self._handle_facts()
         if portal is not None:
             self.observation.start(portal)
 
-    def _handle_facts(self) -> None:
-        bus, core = self.bus, self.core
-        bus.handle(facts.RequestSeen, core.request_seen)
-        bus.handle(facts.BlocksAllocated, core.blocks_allocated)
-        bus.handle(facts.StepScheduled, core.step_scheduled)
-        bus.handle(facts.RequestEnded, core.request_ended)
-        bus.handle(facts.TransferReported, core.transfer_reported)
-        bus.handle(facts.JobOverdue, core.job_overdue)
-        bus.handle(facts.CacheReset, core.cache_reset)
-        if self._tiers_side is not None:
-            self._tiers_side.handle_facts(bus)
+    @property
+    def counters(self) -> Counters:
+        return self.observation.counters
 
     def unix(self, since: float | None) -> float:
         """Convert a monotonic time to seconds since 1970, rounded so that repeated calls agree; 0 for None."""
-        return 0 if since is None else round(self._clocks.unix() - (self._clocks.monotonic() - since), 1)
+        return 0 if since is None else round(self._hook.unix(since), 1)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def seen(
-        self, fact: facts.RequestSeen, has_token: HasToken | None = None, trace_parent: str | None = None
-    ) -> None:
+    def seen(self, fact: facts.RequestSeen, has_token: HasToken | None = None) -> None:
         """Handle a new request.
 
         Args:
             fact: the request.
             has_token: returns a true value once the request has its first token. None if that is not measured.
-            trace_parent: the W3C traceparent of the request's span; None without a span.
         """
         began = self._hook.now = self.core.state.pool.order.now = self._clocks.monotonic()
-        watch = self.observation
-        if has_token is not None:
-            watch.first_tokens.waiting[fact.request] = began, has_token
-        if watch.spans is not None:
-            watch.spans.expect(trace_parent)
-        self.bus.dispatch([fact])
+        self._hook.has_token = has_token
+        batch: list[object] = [fact]
+        self.faults.apply(self.core.request_seen, fact, batch)
+        self.bus.dispatch(batch)
         if self._tiers_side is not None and self._tiers_side.asks:
             self._tiers_side.ask()
         self._hook.spent[_SEEN] += self._clocks.monotonic() - began
@@ -162,6 +148,7 @@ class SchedulerSide:
         """
         began = self._hook.now = self._clocks.monotonic()
         answer: int | None = 0
+        batch: list[object] = []
         tally = self.core.state.tally
         if self.faults.error is None:
             try:
@@ -175,25 +162,26 @@ class SchedulerSide:
                     new_keys=new_keys,
                 )
                 if tally.events or tally.has_sums:
-                    self.bus.dispatch(tally.take())
+                    batch += tally.take()
             except Exception as error:
-                self.faults.raised(error, "lookup")
+                batch = self.faults.raised(error, "lookup")
         if answer is None:
             self._deferred.setdefault(request, began)
             self._waiting.setdefault(request, began)
         elif request in self._waiting:
-            self._stop_waiting(request)
+            batch.append(self._wait_ended(request))
+        if batch:
+            self.bus.dispatch(batch)
         self._hook.spent[_LOOKUP] += self._clocks.monotonic() - began
         return answer
 
-    def _stop_waiting(self, request: RequestId) -> None:
-        """Record the end of a request's wait for another request's load or for a fetch."""
-        self.benefit.waited(request, self._hook.now - self._waiting.pop(request))
+    def _wait_ended(self, request: RequestId) -> WaitEnded:
+        """Remove a request from those that wait for another request's load or for a fetch."""
+        return WaitEnded(request, self._hook.now - self._waiting.pop(request))
 
-    def _end_deferral(self, request: RequestId) -> None:
+    def _end_deferral(self, request: RequestId) -> list[object]:
         self._deferred.pop(request, None)
-        if request in self._waiting:
-            self._stop_waiting(request)
+        return [self._wait_ended(request)] if request in self._waiting else []
 
     def prefix_boundary(self, request: RequestId) -> int:
         """Return after how many tokens the engine should end a chunk, to keep the recurrent state there; 0 for none."""
@@ -201,29 +189,31 @@ class SchedulerSide:
 
     def allocated(self, fact: facts.BlocksAllocated) -> None:
         began = self._hook.now = self._clocks.monotonic()
+        batch: list[object] = [fact]
         if self._deferred:
-            self._end_deferral(fact.request)
+            batch += self._end_deferral(fact.request)
         if fact.external_tokens:
             self.copies.awaits(fact.request)
-        self.bus.dispatch([fact])
+        self.faults.apply(self.core.blocks_allocated, fact, batch)
+        self.bus.dispatch(batch)
         self._hook.spent[_ALLOCATED] += self._clocks.monotonic() - began
 
     def ended(self, fact: facts.RequestEnded) -> None:
         """Handle a request's end, before the engine frees the request's blocks."""
         began = self._hook.now = self._clocks.monotonic()
-        request, first_tokens = fact.request, self.observation.first_tokens
-        if self._deferred:
-            self._end_deferral(request)
-        if request in self.copies.by_request:
-            self.benefit.ended(request)
         batch: list[object] = [fact]
-        if request in first_tokens.waiting:
-            batch += first_tokens.ended(request)
+        if self._deferred:
+            batch += self._end_deferral(fact.request)
+        if fact.request in self.copies.awaited:
+            batch.append(LoadOrphaned(fact.request))
+        self.faults.apply(self.core.request_ended, fact, batch)
+        is_idle = not self.core.state.requests.live
+        if is_idle:
+            batch.append(RequestsEnded())
         self.bus.dispatch(batch)
-        if not self._live:
+        if is_idle:
             if self._tiers_side is not None:
                 self._tiers_side.rest(began)
-            self.benefit.idle()
             if not self._jobs.pending and self.faults.cause is None:
                 self.faults.audit()
         self._hook.spent[_ENDED] += self._clocks.monotonic() - began
@@ -233,17 +223,14 @@ class SchedulerSide:
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
         """Return the copies that the workers must start in a scheduled step. Call this method once per step."""
         began = self._hook.now = self.core.state.pool.order.now = self._clocks.monotonic()
-        copies, faults, watch = self.copies, self.faults, self.observation
-        if faults.pending_error is not None:
-            faults.raised(*faults.pending_error)
+        copies, faults = self.copies, self.faults
         if copies.oldest is not None and copies.oldest + copies.timeout_s <= began:
-            for job in copies.overdue():
-                self.bus.dispatch([facts.JobOverdue(job)])
+            for job in copies.overdue(began):
+                self._handle(facts.JobOverdue(job))
         if copies.draining:
-            faults.ask("step", copies.look_at_reset, None)
+            self._look_at_reset()
         batch: list[object] = [fact]
-        if watch.first_tokens.admitted:
-            batch[:0] = watch.first_tokens.look()
+        faults.apply(self.core.step_scheduled, fact, batch)
         tiers = self._tiers_side
         if tiers is not None and (
             tiers.is_opening
@@ -252,34 +239,42 @@ class SchedulerSide:
             or tiers.polls_at <= began
             or tiers.overdue_at <= began
         ):
-            batch += tiers.take_facts(began)
+            for other in tiers.take_facts(began):
+                batch.append(other)
+                faults.apply(self.core.handle, other, batch)
         self.bus.dispatch(batch)
+        if not fact.step % _TICK_STEPS:
+            self.bus.tick()
         jobs = self._jobs
+        # The core plans only after it has handled all facts, and only if none of them made it raise.
         plan = self._plan(began) if (jobs.planned or jobs.cancelled) and faults.error is None else NOTHING
         if tiers is not None and tiers.records:
             tiers.record()
         self._hook.spent[_STEP] += self._clocks.monotonic() - began
-        self.counters.hooks(self._hook.spent)
-        self._hook.spent.clear()
         return plan
 
     def _plan(self, began: float) -> TransferPlan:
         """Return the step's plan, and record that its jobs are sent to the workers."""
-        events: list[Event] = []
+        batch: list[object] = []
         tally = self.core.state.tally
         try:
             plan = self.core.plan()
             if tally.events or tally.has_sums:
-                events = tally.take()
+                batch += tally.take()
         except Exception as error:
-            self.faults.raised(error, "plan")
+            self.bus.dispatch(self.faults.raised(error, "plan"))
             return NOTHING
-        self.copies.submitted((*plan.loads, *plan.stores))
+        self.copies.submitted((*plan.loads, *plan.stores), began)
         if self._tiers_side is not None and (plan.disk or plan.remote):
             self._tiers_side.moved(began)
-        if events:
-            self.bus.dispatch(events)
+        if batch:
+            self.bus.dispatch(batch)
         return plan
+
+    def _handle(self, fact: facts.Fact) -> None:
+        batch: list[object] = [fact]
+        self.faults.apply(self.core.handle, fact, batch)
+        self.bus.dispatch(batch)
 
     # -- reports ------------------------------------------------------------------------------------------------
 
@@ -289,26 +284,39 @@ class SchedulerSide:
         for report in reports:
             if report.jobs:
                 self.copies.reported(report)
-            self.bus.dispatch([facts.TransferReported(report)])
+            if report.rank in self.reports:
+                self.reports[report.rank] = report
+            fact = facts.TransferReported(report)
+            batch: list[object] = [fact]
+            self.faults.apply(self.core.transfer_reported, fact, batch)
+            self.bus.dispatch(batch)
             if report.lost is not None:
-                self.bus.dispatch([facts.InvariantBroken(DegradeCause.TRANSFER_DEAD, report.lost)])
+                self.faults.broken(DegradeCause.TRANSFER_DEAD, report.lost)
         if reports:
-            tiers, has_moved = self._tiers_side, self._jobs.open_on_tiers != open_before
-            if tiers is not None and (has_moved or tiers.records or tiers.awaits_files):
-                tiers.reported(reports, began, has_moved=has_moved)
-            self._look_after_reports()
+            self._look_after_reports(reports, has_moved=self._jobs.open_on_tiers != open_before)
         results = self.core.state.results
         if results.loaded or results.failed or self.faults.cause is not None:
             self._answer()
         self._hook.spent[_REPORT] += self._clocks.monotonic() - began
+
+    def _look_after_reports(self, reports: Sequence[TransferReport], *, has_moved: bool) -> None:
+        """Do the work that ended copies allow; `has_moved` is True if a job on a lower tier has ended."""
+        tiers = self._tiers_side
+        if tiers is not None and (has_moved or tiers.records or tiers.awaits_files):
+            tiers.reported(reports, self._hook.now, has_moved=has_moved)
+        if self.faults.error is not None:
+            self.faults.release_loose()
+        if self.copies.draining:
+            self._look_at_reset()
+        if not (self._jobs.pending or self.core.state.requests.live or self.faults.cause):
+            self.faults.audit()
 
     def take_answers(self) -> LoadAnswers:
         """Return the loads that ended since the last call and must be reported to the engine."""
         results = self.core.state.results
         if results.loaded or results.failed or self.faults.cause is not None:
             self._answer()
-        answers, self.copies.answers = self.copies.answers, NO_ANSWERS
-        return answers
+        return self.copies.take_answers() if self.copies.answers is not NO_ANSWERS else NO_ANSWERS
 
     def _answer(self) -> None:
         """Move the core's load results to the answers for the engine."""
@@ -316,8 +324,6 @@ class SchedulerSide:
         if self.faults.cause is not None:
             # After a broken invariant, the bytes of any load may be wrong.
             results.failed += self.copies.awaited
-        for request in results.failed:
-            self.observation.first_tokens.load_failed(request)
         self.copies.answer(results)
 
     @property
@@ -327,7 +333,7 @@ class SchedulerSide:
             return True
         if self.faults.error is not None:
             return self.copies.oldest is not None
-        if self._tiers_side is None or self._live:
+        if self._tiers_side is None or self.core.state.requests.live:
             return self.faults.ask("has_work", lambda: self.core.has_work, False)
         return (
             self.faults.ask("has_work", lambda: self.core.has_host_work, False) or self._tiers_side.has_work
@@ -359,7 +365,8 @@ class SchedulerSide:
         a later process could find older blocks on the disk or in the remote tier. Call `reset` again to retry.
         """
         began = self._hook.now = self._clocks.monotonic()
-        self.bus.dispatch([facts.CacheReset()])
+        self._handle(facts.CacheReset())
+        self._look_at_reset(is_new=True)
         is_forgotten = self._tiers_side is None or self._tiers_side.reset()
         self._hook.spent[_RESET] += self._clocks.monotonic() - began
         has_ended = self.copies.oldest is None if self.faults.error is not None else not self._jobs.pending
@@ -374,16 +381,11 @@ class SchedulerSide:
         return self.faults.audit()
 
     def gauges(self) -> Mapping[str, Series]:
-        """Return the series of each metric that has a reader, by name; only `kvoffload_degraded` if a reader raises.
+        """Return the series of each metric that has a reader, by name, without metrics whose reader raises.
 
         Any thread may call this method.
         """
-        try:
-            return read_all(self, self.counters.tiers)
-        except Exception as error:
-            # Only the engine's thread may switch off the core, so the next step handles the error.
-            self.faults.pending_error = error, "gauges"
-            return {"kvoffload_degraded": {(DegradeCause.HANDLER_RAISED.value,): 1}}
+        return read_all(self, self.counters.tiers, self.observation.reader_failed)
 
     def close(self) -> None:
         """Stop the observers and close the lower tiers. Open jobs end when the workers close."""
@@ -394,14 +396,11 @@ class SchedulerSide:
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
-    def _look_after_reports(self) -> None:
-        """Do the work that ended copies allow: release leases of a core that raised, complete a reset, run an audit."""
-        if self.faults.error is not None:
-            self.faults.release_loose()
-        if self.copies.draining:
-            self.faults.ask("report", self.copies.look_at_reset, None)
-        if not (self._jobs.pending or self._live or self.faults.cause):
-            self.faults.audit()
+    def _look_at_reset(self, *, is_new: bool = False) -> None:
+        """Publish the end of the last reset, if all jobs that were open at the reset have ended or were abandoned."""
+        look, epoch = (self.copies.reset if is_new else self.copies.look_at_reset), self.core.state.epoch
+        if event := self.faults.ask("reset", lambda: look(epoch), None):
+            self.bus.publish(event)
 
 
 def _policy(

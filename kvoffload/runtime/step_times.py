@@ -7,16 +7,17 @@ steps are scheduled.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from kvoffload.bus.bus import Bus
-from kvoffload.model.causes import Found
-from kvoffload.model.events import FirstTokenReached, LookupAnswered
+from kvoffload.bus.current_hook import HasToken
+from kvoffload.model.causes import Found, LoadOutcome
+from kvoffload.model.events import FirstTokenReached, LoadEnded, LookupAnswered
+from kvoffload.model.facts import RequestEnded, RequestSeen, StepScheduled
 from kvoffload.model.ids import RequestId
 from kvoffload.model.wire import Direction, Tier
-from kvoffload.runtime.copies import HookTime
 
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
@@ -29,9 +30,6 @@ _RUNS = 33
 _LONGEST_RUN = 32  # in steps that prefill; a longer run is split
 # The smallest share of a run's time that counts as prefill, for noisy measurements of decode-only steps.
 _LEAST_SHARE = 0.1
-
-HasToken = Callable[[], object]
-"""Returns a true value once the request has its first token."""
 
 _FOUND = {Tier.DISK: Found.DISK, Tier.REMOTE: Found.REMOTE}
 
@@ -181,46 +179,63 @@ class FirstTokens:
     token, or at the request's end.
 
     Args:
-        hook: the current hook's time.
-        bus: the bus on which `LookupAnswered` reports admissions.
+        bus: the bus to observe, on which `FirstTokenReached` is published.
     """
 
-    def __init__(self, hook: HookTime, bus: Bus) -> None:
-        self._hook = hook
-        self.waiting: dict[RequestId, tuple[float, HasToken]] = {}
-        """For each request without a token, its arrival time and a check for its first token.
-
-        The caller adds requests.
-        """
-        self.admitted: dict[RequestId, LookupAnswered] = {}
+    def __init__(self, bus: Bus) -> None:
+        self._hook = bus.hook
+        self._bus = bus
+        self._waiting: dict[RequestId, tuple[float, HasToken]] = {}
+        """For each request without a token, its arrival time and a check for its first token."""
+        self._admitted: dict[RequestId, LookupAnswered] = {}
         """Admitted requests without a token, and the answer of each request's last lookup."""
+        bus.count(RequestSeen, self._seen)
         bus.count(LookupAnswered, self._settled)
+        bus.count(LoadEnded, self._load_ended)
 
-    def look(self) -> list[FirstTokenReached]:
-        """Return an event for each request that has got its first token since the last step."""
-        return [self._arrived(request) for request in tuple(self.admitted) if self.waiting[request][1]()]
-
-    def ended(self, request: RequestId) -> list[FirstTokenReached]:
-        """Remove a request that ends. Return its event if it got its first token in its last step, else []."""
-        if request in self.admitted and self.waiting[request][1]():
-            return [self._arrived(request)]
-        self.waiting.pop(request)
-        self.admitted.pop(request, None)
-        return []
-
-    def load_failed(self, request: RequestId) -> None:
-        """Record that a request computes the tokens of its hit, because the load failed."""
-        if (found := self.admitted.get(request)) is not None:
-            computed = found.miss_tokens + found.hit_tokens
-            self.admitted[request] = replace(found, hit_tokens=0, fetched_tokens=0, miss_tokens=computed)
+    def _seen(self, fact: RequestSeen) -> None:
+        has_token = self._hook.has_token
+        if has_token is not None:
+            if not self._waiting:
+                self._bus.count(RequestEnded, self._ended)
+            self._waiting[fact.request] = self._hook.now, has_token
 
     def _settled(self, event: LookupAnswered) -> None:
-        if event.request in self.waiting:
-            self.admitted[event.request] = event
+        if event.request in self._waiting:
+            if not self._admitted:
+                self._bus.count(StepScheduled, self._look)
+            self._admitted[event.request] = event
+
+    def _look(self, _: StepScheduled) -> None:
+        """Report the requests that have got their first token since the last step."""
+        for request in tuple(self._admitted):
+            if self._waiting[request][1]():
+                self._bus.publish(self._arrived(request))
+        if not self._admitted:
+            self._bus.uncount(StepScheduled, self._look)
+
+    def _ended(self, fact: RequestEnded) -> None:
+        """Remove a request that ends. Report it if it got its first token in its last step."""
+        request = fact.request
+        if request in self._admitted and self._waiting[request][1]():
+            self._bus.publish(self._arrived(request))
+        self._waiting.pop(request, None)
+        self._admitted.pop(request, None)
+        if not self._waiting:
+            self._bus.uncount(RequestEnded, self._ended)
+
+    def _load_ended(self, event: LoadEnded) -> None:
+        """If a request's load failed, the request computes the tokens of its hit."""
+        if event.outcome is not LoadOutcome.LOADED and event.request in self._admitted:
+            found = self._admitted[event.request]
+            computed = found.miss_tokens + found.hit_tokens
+            self._admitted[event.request] = replace(
+                found, hit_tokens=0, fetched_tokens=0, miss_tokens=computed
+            )
 
     def _arrived(self, request: RequestId) -> FirstTokenReached:
-        waited_s = self._hook.now - self.waiting.pop(request)[0]
-        answer = self.admitted.pop(request)
+        waited_s = self._hook.now - self._waiting.pop(request)[0]
+        answer = self._admitted.pop(request)
         found = Found.DEVICE if answer.device_tokens else Found.NOTHING
         if answer.hit_tokens:
             tier = answer.fetched_from if answer.fetched_tokens else None

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence, Sized
 from math import inf
 from typing import Protocol, TypeVar
 
-from kvoffload.bus.bus import Bus
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.tiers import Ask
 from kvoffload.disk.folder import DiskPlace
@@ -115,7 +114,7 @@ class TiersSide:
             self._remote = RemoteCatalog(remote, ranks, portal, now, config.remote_timeout_s, key)
             self._catalogs["remote"] = self._remote
         self._tiers = core.lower_tiers
-        self._core = state
+        self._state = state
         self._jobs = state.jobs
         self._faults = faults
         self._now = now
@@ -135,18 +134,10 @@ class TiersSide:
         self._opening_s = 0.0
         self._stepped_at = -inf
 
-    def handle_facts(self, bus: Bus) -> None:
-        """Register the core's handlers of facts about lower tiers."""
-        bus.handle(facts.DiskRestored, self._tiers.disk_restored)
-        bus.handle(facts.DiskClosed, self._tiers.disk_closed)
-        bus.handle(facts.RemoteOpened, self._tiers.remote_opened)
-        bus.handle(facts.RemoteLost, self._tiers.remote_lost)
-        bus.handle(facts.RemoteAnswered, self._tiers.remote_answered)
-
     def ask(self) -> None:
         """Send the core's queries to the remote tier."""
-        if self._remote is not None and self._core.remote is not None:
-            for request, keys in self._faults.ask("seen", self._core.remote.take_asks, list[Ask]()):
+        if self._remote is not None and self._state.remote is not None:
+            for request, keys in self._faults.ask("seen", self._state.remote.take_asks, list[Ask]()):
                 self._remote.ask(request, keys)
 
     def take_facts(self, now: float) -> list[facts.Fact]:
@@ -191,8 +182,8 @@ class TiersSide:
 
     def record(self) -> None:
         """Pass the core's records to the disk's index."""
-        if self.disk is not None and self._core.disk is not None:
-            records = self._faults.ask("disk", self._core.disk.take_records, list[DiskRecord]())
+        if self.disk is not None and self._state.disk is not None:
+            records = self._faults.ask("disk", self._state.disk.take_records, list[DiskRecord]())
             if records:
                 self.disk.append(records)
 

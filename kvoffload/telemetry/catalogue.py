@@ -118,15 +118,18 @@ class Subscriber(StrEnum):
     JOURNAL = "journal"
     SPANS = "spans"
     COUNTERS = "counters"
+    GAUGES = "gauges"
     OTHER = "other"
 
 
 def subscriber_label(name: str) -> str:
-    """Return a subscriber's label, which is "other" for unknown names, so that no name adds a series."""
-    return name if name in _SUBSCRIBERS else Subscriber.OTHER.value
+    """Return the label for a subscriber's name or a method's qualified name, which is "other" for unknown ones."""
+    owner = name.partition(".")[0]
+    return owner if owner in _SUBSCRIBERS else _OWNERS.get(owner, Subscriber.OTHER).value
 
 
 _SUBSCRIBERS = frozenset(member.value for member in Subscriber)
+_OWNERS = {"LogObserver": Subscriber.LOG, "Journal": Subscriber.JOURNAL, "SpanObserver": Subscriber.SPANS}
 
 
 def label_of(member: Enum) -> str:
@@ -143,9 +146,6 @@ class OpenCopies(Protocol):
     @property
     def oldest(self) -> float | None: ...
 
-    @property
-    def oldest_pin(self) -> float | None: ...
-
     def count(self, direction: Direction, *, is_overdue: bool) -> int: ...
 
 
@@ -160,16 +160,24 @@ class Benefit(Protocol):
     def break_even(self) -> Mapping[Tier, int]: ...
 
 
+class Pins(Protocol):
+    oldest: float | None
+
+
 class Observed(Protocol):
     """The part of `Observation` that metric readers use."""
 
     remote_faults: Mapping[RemoteFault, int]
 
     @property
-    def info(self) -> Labels: ...
+    def pins(self) -> Pins: ...
 
     @property
-    def reports(self) -> Mapping[Rank, TransferReport]: ...
+    def info(self) -> Labels: ...
+
+
+class Faults(Protocol):
+    audits: int
 
 
 class Side(Protocol):
@@ -177,6 +185,9 @@ class Side(Protocol):
 
     core: OffloadCore
     bus: Bus
+
+    @property
+    def reports(self) -> Mapping[Rank, TransferReport]: ...
 
     @property
     def observation(self) -> Observed: ...
@@ -191,6 +202,9 @@ class Side(Protocol):
 
     @property
     def degraded(self) -> DegradeCause | None: ...
+
+    @property
+    def faults(self) -> Faults: ...
 
 
 # -- the types of the catalogue's entries -------------------------------------------------------------------------
@@ -295,6 +309,9 @@ _DIRECTION = Label("direction", Direction)
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 _RESULT = Label("result", LookupResult)
 _SUBSCRIBER = Label("subscriber", Subscriber)
+_FEED = Label(
+    "subscriber", Subscriber, served=tuple(each for each in Subscriber if each is not Subscriber.GAUGES)
+)
 # `provenance.info_labels` returns the values in the same order. vLLM adds a label "engine", hence "engine_name".
 _INFO = tuple(
     Label(name)
@@ -370,13 +387,13 @@ def _capacities(side: Side) -> Series:
 
 
 def _slot_bytes(side: Side) -> Series:
-    sizes = [report.slot_bytes for report in side.observation.reports.values()]
+    sizes = [report.slot_bytes for report in side.reports.values()]
     disk = sum(map(round_up, sizes)) if side.core.state.disk is not None else 0
     return {(Tier.HOST.value,): sum(sizes), (Tier.DISK.value,): disk}
 
 
 def _host_bytes(side: Side) -> Series:
-    pool, reports = side.core.state.pool, side.observation.reports.values()
+    pool, reports = side.core.state.pool, side.reports.values()
     used_slots = pool.capacity - pool.count(SlotState.EMPTY)
     return {
         (HostBytes.WANTED.value,): sum(report.slot_bytes * report.wanted_slots for report in reports),
@@ -419,7 +436,7 @@ def _degraded(side: Side) -> Series:
 
 
 def _remote_errors(side: Side) -> Series:
-    ranks = [report.remote_faults for report in side.observation.reports.values()]
+    ranks = [report.remote_faults for report in side.reports.values()]
     counts = [tuple(side.observation.remote_faults.values()), *ranks]
     found = zip(RemoteFault, *filter(None, counts), strict=False)
     return {(fault.value,): sum(each) for fault, *each in found}
@@ -464,7 +481,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_transfer_queue_seconds", "Time from a job's submission to its copy's start, per rank and successful job.", Kind.HISTOGRAM, (_COPY_TIERS, _DIRECTION), "seconds", _COPY_BUCKETS, counts={events.RankReported: "queue_s"}, where=_SUCCEEDED),
     Metric("kvoffload_open_jobs", "Jobs that have not ended on all ranks.", Kind.GAUGE, (_TIER, _DIRECTION, _OPEN_JOB), "jobs", read=_open_jobs),
     Metric("kvoffload_oldest_job_timestamp_seconds", "Unix time at which the oldest open job was submitted, leaving out abandoned jobs; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest)}),
-    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the rank where it is lowest. The limit is halved when stores are slow or run at the same time as loads; then it recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(report.store_share for report in side.observation.reports.values())}),
+    Metric("kvoffload_store_bound_ratio", "Current limit on store bytes in flight as a share of its maximum, on the rank where it is lowest. The limit is halved when stores are slow or run at the same time as loads; then it recovers.", Kind.GAUGE, (), "ratio", read=lambda side: {(): min(report.store_share for report in side.reports.values())}),
     Metric("kvoffload_abandoned_jobs_total", "Jobs abandoned because a copy did not end within transfer_timeout_s.", Kind.COUNTER, (_DIRECTION,), "jobs", counts={events.JobAbandoned: None}),
     Metric("kvoffload_abandoned_device_blocks", "Device blocks that abandoned copies still hold; the engine cannot reuse them until these copies end.", Kind.GAUGE, (), "blocks", read=lambda side: {(): side.core.state.stall.blocks}),
     Metric("kvoffload_copies_stalled", "1 while no new copy starts because copies do not end: abandoned copies of several jobs hold over an eighth of the device pool, or three jobs in a row were abandoned.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.core.state.stall.is_on)}),
@@ -477,7 +494,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) so far, and used.", Kind.GAUGE, (Label("state", HostBytes),), "bytes", read=_host_bytes),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.DiskBlocksEvicted: "blocks"}),
     Metric("kvoffload_eviction_age_seconds", "Time since the last use of blocks that were evicted from the host for space. Blocks evicted together count once, with the block that was used last.", Kind.HISTOGRAM, (), "seconds", _AGE_BUCKETS, counts={events.BlocksEvicted: "age_s"}, where=_FOR_SPACE),
-    Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.copies.oldest_pin)}),
+    Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.observation.pins.oldest)}),
     # --- time saved and time lost ---
     Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found. Up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: loaded tokens times the measured prefill time per token. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
@@ -493,11 +510,11 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_resets_total", "Resets of the cache: nothing computed before a reset is found after it.", Kind.COUNTER, (), "resets", counts={events.ResetStarted: None}),
     Metric("kvoffload_reset_draining_jobs", "Jobs planned before the last reset that have not ended; their results are dropped.", Kind.GAUGE, (), "jobs", read=lambda side: {(): side.copies.draining}),
     Metric("kvoffload_contract_violations_total", "Calls by the engine that its contract does not allow; they were ignored.", Kind.COUNTER, (Label("cause", RejectionCause),), "violations", counts={events.FactRejected: None}),
-    Metric("kvoffload_audits_total", "Audits of the invariants, made whenever the engine is idle and on request.", Kind.COUNTER, (), "audits"),
+    Metric("kvoffload_audits_total", "Audits of the invariants, made whenever the engine is idle and on request.", Kind.COUNTER, (), "audits", read=lambda side: {(): side.faults.audits}),
     Metric("kvoffload_degraded", "1 while offloading is off for this cause; it stays off until the engine restarts.", Kind.GAUGE, (Label("cause", DegradeCause),), "flag", read=_degraded),
     Metric("kvoffload_hook_seconds", "Time that a step spent in one of the offloading hooks.", Kind.HISTOGRAM, (Label("hook", Hook),), "seconds", _HOOK_BUCKETS),
-    Metric("kvoffload_bus_dropped_total", "Events that an observer missed, because its feed was full or it was removed.", Kind.COUNTER, (_SUBSCRIBER,), "events", read=_dropped),
-    Metric("kvoffload_bus_removed_total", "Observers and counters that raised an exception and were removed.", Kind.COUNTER, (_SUBSCRIBER,), "subscribers"),
+    Metric("kvoffload_bus_dropped_total", "Events that an observer missed, because its feed was full or it was removed.", Kind.COUNTER, (_FEED,), "events", read=_dropped),
+    Metric("kvoffload_bus_removed_total", "Observers, counters and metrics' readers that raised an exception and were removed.", Kind.COUNTER, (_SUBSCRIBER,), "subscribers"),
     Metric("kvoffload_span_export_errors_total", "Batches of OpenTelemetry spans that could not be sent to the collector.", Kind.COUNTER, (), "errors"),
     Metric("kvoffload_journal_write_errors_total", "Write errors of the journal's file; after the first error, the file is no longer written.", Kind.COUNTER, (), "errors"),
 )
@@ -506,18 +523,27 @@ CATALOGUE: tuple[Metric, ...] = (
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 
 
-def read_all(side: Side, tiers: Set[Tier], metrics: Iterable[Metric] = CATALOGUE) -> dict[str, Series]:
-    """Return the series of all metrics that have a reader, by the metric's name.
+def read_all(
+    side: Side,
+    tiers: Set[Tier],
+    on_failure: Callable[[str, Exception], object],
+    metrics: Iterable[Metric] = CATALOGUE,
+) -> dict[str, Series]:
+    """Return the series of all metrics that have a reader, by the metric's name. A metric whose reader raises is left out.
 
     Args:
         side: the scheduler side to read.
         tiers: the engine's lower tiers.
+        on_failure: called with the name of each metric whose reader raised, and the exception.
         metrics: the metrics to read. Metrics without a reader are skipped.
     """
     found: dict[str, Series] = {}
     for metric in metrics:
         if metric.read is not None:
-            series = metric.read(side)
-            named = metric.series_with(tiers) if metric.series else series
-            found[metric.name] = {labels: series.get(labels, 0) for labels in named}
+            try:
+                series = metric.read(side)
+                named = metric.series_with(tiers) if metric.series else series
+                found[metric.name] = {labels: series.get(labels, 0) for labels in named}
+            except Exception as error:
+                on_failure(metric.name, error)
     return found

@@ -165,15 +165,23 @@ class Counters:
         self._lookup_tokens = self._counts["kvoffload_lookup_tokens_total"]
         self._misses = self._counts["kvoffload_miss_blocks_total"]
 
-    def subscribe(self, bus: Bus) -> None:
-        """Start to count the messages on the bus."""
-        for cls, count in self._by_event().items():
+    def subscribe(self, bus: Bus, spent: dict[Hook, float] | None = None) -> None:
+        """Start to count the messages on the bus.
+
+        Args:
+            bus: the bus to observe.
+            spent: the seconds that each hook has taken. Each step adds a sample for each hook, and clears them.
+        """
+        observers: list[tuple[type, Callable[[Any], None]]] = [*self._by_event().items()]
+        if spent is not None:
+            observers.append((facts.StepScheduled, partial(self.hooks, spent)))
+        for cls, count in observers:
             named: Any = partial(count)  # a bound method's `__qualname__` cannot be set
             named.__qualname__ = "counters"
             bus.count(cls, named)
 
-    def hooks(self, spent: Mapping[Hook, float]) -> None:
-        """Add a sample for each hook, the seconds that the hook took in the last step."""
+    def hooks(self, spent: dict[Hook, float], _: facts.StepScheduled | None = None) -> None:
+        """Add a sample for each hook, and clear the seconds that were spent."""
         hooks = self._hooks
         for name, seconds in spent.items():
             # Every step counts its hooks, so `Histogram.observe` is inlined.
@@ -182,6 +190,7 @@ class Counters:
             one.total += seconds
             if one.kept is not None and len(one.kept) < _KEPT:
                 one.kept.append(seconds)
+        spent.clear()
 
     def add(self, name: str, *labels: str) -> None:
         self.changes += 1

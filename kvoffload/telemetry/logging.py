@@ -16,6 +16,7 @@ from kvoffload.model.events import (
     JobAbandoned,
     LoadEnded,
     NetBenefitTurned,
+    PrefixExceedsHost,
     ResetEnded,
     ResetStarted,
     StoreEnded,
@@ -37,11 +38,21 @@ _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     FactRejected: ("warning", "fact_rejected"),
     CopiesStalled: ("error", "copies_stalled"),
     CopiesResumed: ("info", "copies_resumed"),
+    PrefixExceedsHost: ("warning", "prefix_exceeds_host"),
     ResetStarted: ("info", "reset_started"),
     ResetEnded: ("info", "reset_ended"),
     NetBenefitTurned: ("warning", "net_benefit_negative"),
 }
 """The classes of events that may be logged, each with the level and the name of the log line."""
+
+_NOTES: Mapping[type[Event], Mapping[str, str]] = {
+    CopiesStalled: {"note": "no new copy is started until some of the abandoned ones have ended"},
+    PrefixExceedsHost: {
+        "note": "of such prefixes only the head is fetched from lower tiers; this is logged once",
+        "remedy": "raise host_bytes",
+    },
+}
+"""Further fields of log lines."""
 
 _OUTCOMES = LoadEnded | StoreEnded | TierCopyEnded
 _FAILURES = {
@@ -120,14 +131,14 @@ class LogObserver:
                 if self._violations.due(event.cause) is None:
                     return
                 keys["note"] = "further ones are only counted"
-            case CopiesStalled():
-                keys["note"] = "no new copy is started until some of the abandoned ones have ended"
             case NetBenefitTurned():
                 keys = {"net_s": round(event.net_s, 3), "period_s": round(event.period_s, 3)}
                 if event.is_negative:
                     keys["remedy"] = 'set min_load_tokens to "auto"'
                 else:
                     level, name = "info", "net_benefit_positive"
+            case _:
+                keys |= _NOTES.get(type(event), {})
         getattr(self._log, level)(name, **keys)
 
 

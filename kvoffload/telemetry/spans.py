@@ -66,7 +66,6 @@ class SpanObserver:
 
         from kvoffload.telemetry import otel
 
-        self._next_parent: str | None = None
         self._exporter = exporter
         self._now = now
         self._offered = 0
@@ -112,15 +111,11 @@ class SpanObserver:
 
     # -- on the engine's thread -------------------------------------------------------------------------------------
 
-    def expect(self, trace_parent: str | None) -> None:
-        """Set the parent of the next request's span. Call this method on the engine's thread before a `RequestSeen`."""
-        self._next_parent = trace_parent
-
     def _offer(self, message: object) -> None:
         assert self._feed is not None
         if isinstance(message, facts.StepScheduled) and not message.preempted:
             return
-        parent = self._next_parent if isinstance(message, facts.RequestSeen) else None
+        parent = message.trace_parent if isinstance(message, facts.RequestSeen) else None
         self._offered += 1
         self._feed.offer(Entry(self._offered, self._now(), message, parent))
 

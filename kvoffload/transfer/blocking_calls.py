@@ -153,7 +153,7 @@ class Policy(Protocol):
     """Decides whether calls are made. Only the owner's thread uses it, except for `probe`.
 
     Attributes:
-        is_closed: whether calls are made, as with a closed circuit breaker.
+        lets_calls: whether calls are made: the circuit breaker is closed, or the tier has not failed for good.
         is_file: whether calls go to a file instead of a connection. For a file, neither opening nor waiting in the
             queue has a time limit, no call starts while another hangs, and closing does not block. For a connection,
             opening and waiting in the queue have time limits, and an executor's thread closes the connection.
@@ -161,7 +161,7 @@ class Policy(Protocol):
         log: a logger whose fields identify the owner of the calls.
     """
 
-    is_closed: bool
+    lets_calls: bool
     is_file: bool
     late: str
     log: BoundLogger
@@ -225,7 +225,7 @@ class BlockingCalls(Generic[ResourceT]):
     @property
     def works(self) -> bool:
         """Return whether calls may be submitted."""
-        return self._policy.is_closed and not self._is_closed and not self._waits
+        return self._policy.lets_calls and not self._is_closed and not self._waits
 
     @property
     def _waits(self) -> bool:
@@ -341,7 +341,7 @@ class BlockingCalls(Generic[ResourceT]):
             fault = getattr(result, "refused", None)
         except BaseException as raised:
             # A panic in a Rust client is not an `Exception`, but must end the call.
-            error = str(raised) or repr(raised)
+            error = self._text_of(raised)
             fault = getattr(raised, "fault", RemoteFault.OTHER)
             is_gone = isinstance(raised, RemoteGone)
             if is_gone:
@@ -362,10 +362,19 @@ class BlockingCalls(Generic[ResourceT]):
         try:
             call.result = result if call.use is None or error is not None else call.use(result)
         except Exception as raised:
-            error = str(raised) or repr(raised)
+            error = self._text_of(raised)
         call.error = error
         call.took = self._monotonic() - call.began
         self.ended.append(call)
+
+    def _text_of(self, raised: BaseException) -> str:
+        """Return an exception's text. Of a class from outside this package, return only its name for a remote tier.
+
+        The text of a remote client may repeat what a server wrote, and with it the credentials that the server received.
+        """
+        if self._policy.is_file or isinstance(raised, KVOffloadError):
+            return str(raised) or repr(raised)
+        return type(raised).__name__
 
     def _connected(self, call: Call) -> ResourceT:
         """Return the resource, which a probe opens first if necessary."""
@@ -422,9 +431,9 @@ class Breaker:
     _PAUSE_PER_CALL = 4  # the pause's minimum length, as a multiple of the failed call's time
 
     def __init__(self, log: BoundLogger) -> None:
-        self.is_closed = False  # the first call must be a probe
+        self.lets_calls = False  # the first call must be a probe
         self.log = log
-        self._was_logged: bool | None = None  # the value of `is_closed` that was logged last
+        self._was_logged: bool | None = None  # the value of `lets_calls` that was logged last
         # Failed reads since the last successful read, and failed writes since the last successful write.
         self._failures = [0, 0]
         self._pause_s = self._FIRST_PAUSE_S
@@ -435,7 +444,7 @@ class Breaker:
         """Record a success. A successful probe closes the breaker."""
         self._failures[call.is_write] = 0
         if call.is_probe:
-            self.is_closed = True
+            self.lets_calls = True
             self._is_probing = False
         elif not call.is_write:
             self._pause_s = self._FIRST_PAUSE_S
@@ -449,8 +458,8 @@ class Breaker:
         hangs = call.is_stuck or call.is_gone
         is_on_trial = self._pause_s > self._FIRST_PAUSE_S  # no read has succeeded since the breaker opened
         is_last = hangs or is_on_trial or sum(self._failures) >= self._MOST_FAILURES
-        if call.is_probe or (self.is_closed and is_last):
-            self.is_closed = False
+        if call.is_probe or (self.lets_calls and is_last):
+            self.lets_calls = False
             self._failures = [0, 0]
             pause_s = self._pause_s if call.is_probe else max(self._pause_s, self._PAUSE_PER_CALL * call.took)
             self._probe_at = now + min(pause_s, self._LONGEST_PAUSE_S)
@@ -459,7 +468,7 @@ class Breaker:
 
     def takes_probe(self, now: float) -> bool:
         """Return whether the pause is over and no probe runs. After True, the caller must make a probe."""
-        if self.is_closed or self._is_probing or now < self._probe_at:
+        if self.lets_calls or self._is_probing or now < self._probe_at:
             return False
         self._is_probing = True
         return True
@@ -470,10 +479,10 @@ class Breaker:
 
     def _log_change(self, call: Call) -> None:
         """Log that the breaker has opened or closed, or that the first probe has failed."""
-        if self.is_closed is self._was_logged:
+        if self.lets_calls is self._was_logged:
             return
-        self._was_logged = self.is_closed
-        if self.is_closed:
+        self._was_logged = self.lets_calls
+        if self.lets_calls:
             self.log.info("remote_works")
         else:
             self.log.error(
@@ -496,7 +505,7 @@ class ErrorRow:
     _MOST_ERRORS = 8  # the number of errors in a row after which the disk is not used any more
 
     def __init__(self, log: BoundLogger) -> None:
-        self.is_closed = False
+        self.lets_calls = False
         self.is_opening = True
         """True until the file was opened or could not be opened."""
         self._was_probed = False
@@ -507,7 +516,7 @@ class ErrorRow:
         """Reset the count of errors. If the call was the probe, the file is open now."""
         self._errors = 0
         if call.is_probe:
-            self.is_closed = True
+            self.lets_calls = True
             self.is_opening = False
 
     def failed(self, call: Call, now: float) -> None:
@@ -521,7 +530,7 @@ class ErrorRow:
         self._errors += 1
         self.log.error("disk_call_failed", error=call.error, in_a_row=self._errors)
         if self._errors == self._MOST_ERRORS:
-            self.is_closed = False
+            self.lets_calls = False
             reason = f"{self._errors} calls failed in a row: {call.error}"
             self.log.error("disk_stopped", reason=reason, note="the engine continues without the disk")
 

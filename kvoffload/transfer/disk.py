@@ -104,7 +104,7 @@ class RankDisk(TierJobs):
         shape = opening.shape
         self._opening = opening
         self._policy = ErrorRow(log.bind(rank=shape.rank))
-        self._copies = mover = DiskMover(shape, arena, checksums, key)
+        self._disk_mover = mover = DiskMover(shape, arena, checksums, key)
         calls = BlockingCalls(opening.open, executor, clock.monotonic, self._policy, timeout_s)
         super().__init__(calls, mover, shape.slot_bytes, clock.monotonic)
         self._is_syncing = False
@@ -129,9 +129,9 @@ class RankDisk(TierJobs):
     def _sync(self) -> None:
         """Queue a sync of the file, at most once a second and only after a write. The call has no time limit."""
         now = self._monotonic()
-        if self._copies.is_synced or self._is_syncing or now - self._synced_at < SYNC_PERIOD_S:
+        if self._disk_mover.is_synced or self._is_syncing or now - self._synced_at < SYNC_PERIOD_S:
             return
-        self._copies.is_synced = True
+        self._disk_mover.is_synced = True
         self._is_syncing = True
         self._synced_at = now
         self.calls.submit(lambda _, file: file.sync(), self._was_synced, is_write=True, limit_s=inf)

@@ -24,6 +24,8 @@ waits for them and cutting them into batches takes time.
 * If checksums are kept, a batch's ticket makes an executor's threads read the host slots after the copies have ended.
   Copying and reading together may take `timeout_s`. Timeouts, the drain and the handling of a dead coroutine count a
   batch that is being read as a running copy.
+* If a batch with several jobs fails, its jobs are copied again one by one, so that only the bad one fails. Jobs of a
+  batch that timed out are not copied again, nor jobs on a device that is lost.
 * A started copy cannot be cancelled. When the coroutine is cancelled, jobs that were not started fail at once. The
   coroutine runs, even if cancelled again, until started copies have ended or timed out.
 * If the coroutine dies, the hook's `poll` handles ended batches instead, and fails jobs that were not started.
@@ -378,11 +380,16 @@ class TransferPump:
             ended.append(batch)
             if not batch.failed:
                 self._queue.batch_ended(batch, now, is_load_pending=is_load_pending)
+        for batch in ended:
+            if batch.failed and self._may_retry(batch.parts):
+                self._retry(batch)
+            else:
+                self._settle(batch, now)
         if self._abandoned and now >= self._late_look_at:
             self._late_look_at = now + self._timeout_s / 4
-            ended += itertools.chain.from_iterable(lane.reap_late(now) for lane in self._lanes)
-        for batch in ended:
-            self._settle(batch, now)
+            for batch in itertools.chain.from_iterable(lane.reap_late(now) for lane in self._lanes):
+                ended.append(batch)
+                self._settle(batch, now)
         return bool(ended)
 
     def _fail(self, jobs: Iterable[OpenJob], reason: str) -> None:
@@ -420,6 +427,13 @@ class TransferPump:
             ticket: Ticket = self._copier.submit(direction, runs, tuple(fences.values()))
         except Exception as error:  # Nothing was started, so the jobs can end.
             self._note_lost(error)
+            if self._may_retry(parts):
+                log.warning(
+                    "copy_not_submitted", jobs=[part.job.job.id for part in parts], reason=repr(error)
+                )
+                for part in parts:
+                    self._submit(lane, direction, [part])
+                return
             self._fail([part.job for part in parts], f"not submitted: {error!r}")
             return
         if self._checksums is not None:
@@ -427,6 +441,27 @@ class TransferPump:
         for part in parts:
             part.job.open_parts += 1
         lane.add(Batch(ticket, tuple(parts), runs.total_bytes, len(runs), now))
+
+    def _may_retry(self, parts: Sequence[Part]) -> bool:
+        """Return whether the jobs of a batch that failed may succeed one by one."""
+        lost = self._lost or self._loads.lost or self._stores.lost
+        return len(parts) > 1 and lost is None and not self._is_closing
+
+    def _retry(self, batch: Batch) -> None:
+        """Copy the jobs of a failed batch again, each in a batch of its own. Their memory is still leased and pinned."""
+        direction = batch.parts[0].job.job.direction
+        log.warning(
+            "copied_one_by_one", direction=direction.value, jobs=[part.job.job.id for part in batch.parts]
+        )
+        lane = self._loads if direction is Direction.LOAD else self._stores
+        # The hook's thread, which may be another one, submits loads under the same lock.
+        with self._admission if direction is Direction.LOAD else contextlib.nullcontext():
+            for part in batch.parts:
+                part.job.open_parts -= 1
+                if part.job.failed:  # another part of this job failed alone
+                    self._fail([part.job], "another of its copies failed")
+                else:
+                    self._submit(lane, direction, [part])
 
     def _note_lost(self, error: Exception) -> None:
         if isinstance(error, DeviceLost):

@@ -80,9 +80,9 @@ class ReferenceScheduler(SchedulerPlugin):
     def request_added(self, request: Request) -> None:
         known = tuple(_keys(request.keys(group.group)) for group in self._groups)
         self._sent[request.request_id] = _Sent(request, [len(each) for each in known])
-        fact = facts.RequestSeen(RequestId(request.request_id), request.num_tokens, known)
-        sent = self._sent[request.request_id]
-        self._offload.seen(fact, sent.has_token, request.trace_parent)
+        name, parent = RequestId(request.request_id), request.trace_parent
+        fact = facts.RequestSeen(name, request.num_tokens, known, trace_parent=parent)
+        self._offload.seen(fact, self._sent[request.request_id].has_token)
 
     def lookup(self, request: Request, device_tokens: int) -> int | None:
         new_keys = self._new_keys(self._sent[request.request_id])

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib import metadata
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from kvoffload.checks.ask import ask
 from kvoffload.checks.check import Check, Finding, Given, Setup, Sizes, fail, ok, unknown, warn
-from kvoffload.checks.options import positive, read_object
+from kvoffload.checks.launch import Launch, find_launch
+from kvoffload.checks.model_file import ModelUnread, read_model_file
+from kvoffload.checks.options import read_object
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError
 from kvoffload_sglang.settings import BACKEND, OPTION, check_settings
 
 HELP = "SGLang"
 
+COMMANDS = re.compile(
+    r"sglang\.launch_server|(?:\S*/)?sglang/launch_server\.py|(?:\S*/)?sglang serve|dynamo\.sglang"
+)
+"""The commands that start SGLang's server."""
+EXAMPLE = "python -m sglang.launch_server ..., docker run IMAGE ..., or a pod's args"
+
 _RUN = "0.5.23"
+_EXTRA = "hicache_storage_backend_extra_config"
 _ARGS = "add what `kvoffload sglang-args` prints"
 
 
@@ -29,19 +41,88 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def read_arguments(args: argparse.Namespace) -> Given:
-    """Return the settings, sizes and checks that SGLang's command line determines.
-
-    Raises:
-        ConfigError: an option in the command line, or SGLang's extra config, cannot be read.
-    """
+    """Return the settings, sizes and checks that SGLang's command line determines."""
     if not args.command_line:
         text = "give SGLang's own command line: kvoffload doctor --engine sglang -- python -m sglang.launch_server ..."
         options = Check("sglang options", lambda _: unknown("SGLang's options", text))
         return Given(None, Sizes(), (VERSION, options), _parse)
-    line = make_parser().parse_known_args(args.command_line)[0]
-    extra = None if line.extra_config is None else read_object(line.extra_config.removeprefix("@"), OPTION)
-    checks = (VERSION, Check("sglang options", lambda setup: _options(line, extra, setup)))
-    return Given(extra, Sizes(engines=line.dp_size), checks, _parse)
+    try:
+        return _given_by_line(find_launch(args.command_line, COMMANDS, EXAMPLE))
+    except ConfigError as error:
+        finding = fail(str(error), "correct the command line")
+        missing = unknown("SGLang's command line cannot be read", finding.remedy)
+        check = Check("sglang options", lambda _: finding)
+        return Given(None, Sizes(), (VERSION, check), _parse, missing)
+
+
+def _given_by_line(launch: Launch) -> Given:
+    """Return what SGLang's command line determines.
+
+    Raises:
+        ConfigError: SGLang's extra config cannot be read.
+    """
+    line, reply = make_parser().parse_known_args(launch.arguments)[0], _ask(launch)
+    values = reply.get("values", {})
+    extra = _extra(values.get(_EXTRA) or line.extra_config, launch)
+    if line.enable_dp_attention:  # as in SGLang, the replicas are then only those of attention
+        line.attn_dp_size, line.dp_size = line.dp_size or 1, 1
+    line = argparse.Namespace(**vars(line) | values)
+    line.has_latents = reply.get("is_mla", _has_latents(line, launch.local_environ))
+    sizes = Sizes(engines=line.dp_size * line.attn_dp_size or 1)
+    missing = None if values else _unread_file(line, reply)
+    if missing is not None and "refused" not in reply:
+        return Given(extra, sizes, (VERSION, Check("sglang options", lambda _: missing)), _parse, missing)
+    check = Check("sglang options", lambda setup: _options(line, extra, reply, setup))
+    return Given(extra, sizes, (VERSION, check), _parse, missing)
+
+
+def _unread_file(line: argparse.Namespace, reply: Mapping[str, Any]) -> Finding | None:
+    """Return a finding about the file that `--config` names, which may contain any option; None without such a file."""
+    if line.config is None:
+        return None
+    reason = reply.get("unknown", "SGLang refuses the command line")
+    return unknown(f"only SGLang reads the file of --config {line.config}: {reason}", reply.get("remedy", ""))
+
+
+def _extra(text: str | None, launch: Launch) -> dict[str, object] | None:
+    """Return SGLang's extra config, which is JSON or names a file after "@".
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if text is not None and text.startswith("@") and launch.image:
+        raise ConfigError(
+            [f"{OPTION} names a file in the image {launch.image}; run the doctor in that image"]
+        )
+    return None if text is None else read_object(text.removeprefix("@"), OPTION)
+
+
+def _ask(launch: Launch) -> dict[str, Any]:
+    """Return what the SGLang of this environment says of a command line (see `doctor_child`)."""
+    if launch.image:
+        return {
+            "unknown": f"SGLang runs in the image {launch.image}",
+            "remedy": "run the doctor in that image",
+        }
+    try:
+        metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return {
+            "unknown": "SGLang is not installed in this environment",
+            "remedy": "run the doctor where SGLang is",
+        }
+    if launch.placeholders:
+        return {
+            "unknown": "the command line has variables",
+            "remedy": "put their values into the command line",
+        }
+    reply = ask("kvoffload_sglang.doctor_child", {"arguments": launch.arguments}, launch.whole_environ)
+    return {"remedy": "run the doctor where SGLang starts, with its model and device"} | reply
+
+
+def _count(text: str) -> int:
+    """Parse a number of ranks; return 0 for what is not one, so that the other options are still read."""
+    return int(text) if text.isdecimal() else 0
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,12 +130,18 @@ def make_parser() -> argparse.ArgumentParser:
     add = (parser := _Parser(add_help=False)).add_argument
     add("--enable-hierarchical-cache", "--enable-hicache", action="store_true")
     add("--disable-radix-cache", action="store_true")
+    add("--enable-dp-attention", action="store_true")
     add("--enable-lora", action="store_true")
     add("--lora-paths", nargs="*")
     add("--load-format", default="auto")
+    add("--config")
+    add("--model-path", "--model")
+    add("--revision")
     add("--hicache-storage-backend")
     add(OPTION, dest="extra_config")
-    add("--dp-size", "--data-parallel-size", type=positive, default=1)
+    add("--attn-dp-size", type=_count, default=1)
+    add("--dp-size", "--data-parallel-size", type=_count, default=1)
+    add("--tp-size", "--tensor-parallel-size", type=_count, default=1)
     return parser
 
 
@@ -62,16 +149,24 @@ def _parse(settings: Mapping[str, object]) -> OffloadConfig:
     return check_settings({**BACKEND, **settings})
 
 
-def _options(line: argparse.Namespace, extra: Mapping[str, object] | None, setup: Setup) -> Finding:
+def _options(
+    line: argparse.Namespace, extra: Mapping[str, object] | None, reply: Mapping[str, Any], setup: Setup
+) -> Finding:
+    if (refused := reply.get("refused")) is not None:
+        return fail(f"SGLang {reply['version']} refuses them: {refused}", "correct these options")
+    if not (line.tp_size and line.dp_size and line.attn_dp_size):
+        return fail("--tp-size and --dp-size must be whole numbers of at least 1", "correct these options")
     if not line.enable_hierarchical_cache:
         return fail("the command line has no --enable-hierarchical-cache", _ARGS)
     if line.hicache_storage_backend is None:
         return warn(
             "the command line has no --hicache-storage-backend; it must be attached over HTTP later", _ARGS
         )
-    if problems := "; ".join(_problems(line, extra or {}, setup)):
+    if problems := "; ".join([*_problems(line, extra or {}, setup), *_model_problems(line, reply, setup)]):
         return fail(problems, f"correct these options, or {_ARGS}")
-    return ok("the storage backend works with them")
+    if "unknown" in reply:
+        return unknown(f"what SGLang makes of them: {reply['unknown']}", reply["remedy"])
+    return ok(f"SGLang {reply['version']} accepts them, and the storage backend works with them")
 
 
 def _problems(line: argparse.Namespace, extra: Mapping[str, object], setup: Setup) -> Iterator[str]:
@@ -88,6 +183,31 @@ def _problems(line: argparse.Namespace, extra: Mapping[str, object], setup: Setu
         yield "LoRA is on, and SGLang's keys do not know an adapter's weights"
     if line.load_format == "dummy" and setup.config.weights_id is None:
         yield "--load-format is dummy, so the weights cannot be identified without weights_id"
+
+
+def _model_problems(line: argparse.Namespace, reply: Mapping[str, Any], setup: Setup) -> Iterator[str]:
+    """Yield the reasons why the storage backend would refuse the model, or a draft model."""
+    ranks = line.tp_size // line.attn_dp_size
+    if setup.config.disk_path is not None and ranks > 1 and line.has_latents:
+        yield (
+            f"disk_path: one of {ranks} ranks writes this model's KV (MLA) and all read it, but a folder on the disk belongs "
+            "to one rank; use remote_url only"
+        )
+    if draft := reply.get("draft"):
+        yield (
+            f"with {draft}, the draft model has a KV pool of its own, which SGLang registers after the storage backend; "
+            "attach kvoffload at run time, or use no such draft model"
+        )
+
+
+def _has_latents(line: argparse.Namespace, environ: Mapping[str, str]) -> bool:
+    """Return whether the model's `config.json` can be read and has the size of MLA's latent."""
+    if line.model_path is None:
+        return False
+    with suppress(ModelUnread):
+        raw = read_model_file(line.model_path, line.revision or "main", environ)
+        return any(isinstance(one, dict) and one.get("kv_lora_rank") for one in (raw, raw.get("text_config")))
+    return False
 
 
 def _version(_: Setup) -> Finding:

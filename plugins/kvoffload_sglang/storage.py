@@ -3,7 +3,8 @@
 SGLang creates one storage object in each rank's scheduler process. SGLang's prefetch thread asks for the number of
 leading pages that exist, and uses the smallest answer of all ranks. SGLang's I/O threads copy pages between the storage
 object and SGLang's host pools. Each call has a time limit, because a call that hangs would block SGLang's thread
-forever. If a read does not end in time, SGLang computes the missing pages.
+forever. If a read does not end in time, SGLang computes the missing pages. An exception would end SGLang's thread, so a
+call whose arguments do not fit together is answered like a miss, and the log says why, once.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 from msgspec.structs import replace
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolName, PoolTransferResult
 
 from kvoffload.disk.tier_key import read_tier_key
-from kvoffload.model.errors import ConfigError, KVOffloadError
-from kvoffload.tier_cache import TierCache
+from kvoffload.logs import get_logger
+from kvoffload.model.errors import ConfigError, KVOffloadError, reason_of
+from kvoffload.tier_cache import Page, TierCache
 from kvoffload_sglang.exported import Exported
 from kvoffload_sglang.identity import Engine, find_identity, find_problems, is_shared, this_engine
 from kvoffload_sglang.pages import HostPages
@@ -47,6 +49,8 @@ well below 10 s: SGLang waits that long for its threads to end before it detache
 thread is still running then, the detach fails, and the flush stops SGLang.
 """
 
+log = get_logger("tiers")
+
 
 class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checker runs without SGLang
     """The storage backend of one SGLang rank, for which it opens kvoffload's disk tier and remote tier.
@@ -65,6 +69,7 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         self._pools: dict[str, HostPages] = {}
         self._caches: dict[str, TierCache] = {}
         self._exported: Exported | None = None
+        self._logged: set[str] = set()  # the kinds of problems that the log has
 
     # -- pools ------------------------------------------------------------------------------------------------------
 
@@ -138,7 +143,11 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
         reach: dict[str, int] = {PoolName.KV: found}
         lengths = set(range(1, found + 1))
         for transfer in pool_transfers or ():
-            own = _restorable(transfer, self._which(transfer.name, keys[:found]))
+            try:
+                own = _restorable(transfer, self._which(transfer.name, keys[:found]))
+            except ValueError as error:
+                self._log_once("policy", str(error))
+                own = set()
             reach[transfer.name] = max(own, default=0)
             lengths &= own
         return PoolTransferResult(max(lengths, default=0), reach, sorted(lengths))
@@ -186,18 +195,44 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
     def _get(
         self, name: PoolName, keys: Sequence[str], host_indices: torch.Tensor, until: float
     ) -> list[bool]:
-        cache, pool = self._caches.get(str(name)), self._pools.get(str(name))
-        if cache is None or pool is None or not _fits(keys, host_indices, pool):
+        cache, pages = self._caches.get(str(name)), self._pages(name, keys, host_indices)
+        if cache is None or pages is None:
             return [False] * len(keys)
-        return cache.get(_digests(keys), pool.at(host_indices), until - time.monotonic())
+        return cache.get(_digests(keys), pages, until - time.monotonic())
 
     def _put(
         self, name: PoolName, keys: Sequence[str], host_indices: torch.Tensor, until: float
     ) -> list[bool]:
-        cache, pool = self._caches.get(str(name)), self._pools.get(str(name))
-        if cache is None or pool is None or not _fits(keys, host_indices, pool):
+        cache, pages = self._caches.get(str(name)), self._pages(name, keys, host_indices)
+        if cache is None or pages is None:
             return [False] * len(keys)
-        return cache.put(_digests(keys), pool.at(host_indices), until - time.monotonic())
+        return cache.put(_digests(keys), pages, until - time.monotonic())
+
+    def _pages(
+        self, name: PoolName, keys: Sequence[str], host_indices: torch.Tensor | None
+    ) -> list[Page] | None:
+        """Return the pages of these keys in a host pool; None if there are none, or the pool does not return them."""
+        pool = self._pools.get(str(name))
+        if pool is None or not keys:
+            return None
+        count = 0 if host_indices is None else host_indices.numel()
+        if host_indices is None or count != len(keys) * pool.page_tokens:
+            self._log_once(
+                "count", f"{len(keys)} keys of {pool.page_tokens} tokens came with {count} positions"
+            )
+            return None
+        try:
+            return pool.at(host_indices)
+        except Exception as error:  # SGLang's pool may raise any exception
+            self._log_once("pool", f"SGLang's {name} pool returned no pages: {reason_of(error)}")
+            return None
+
+    def _log_once(self, kind: str, reason: str) -> None:
+        """Log the first problem of its kind. Each further line would say the same."""
+        if kind not in self._logged:
+            self._logged.add(kind)
+            note = "such pages are neither found nor stored, and this is logged once"
+            log.warning("tier_call_refused", reason=reason, note=note)
 
     def clear(self) -> None:
         """Invalidate all stored pages, for this process and for later ones.
@@ -255,13 +290,16 @@ def _restorable(transfer: PoolTransfer, has: Sequence[bool]) -> set[int]:
     Args:
         transfer: SGLang's request. Its hit policy requires all pages of the prefix, or only the last ones.
         has: for each page of the prefix, whether a tier has the page.
+
+    Raises:
+        ValueError: the hit policy is not known.
     """
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         width = len(has)
     elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
         width = max(1, len(transfer.keys or ()))
     else:
-        raise ValueError(f"the hit policy {transfer.hit_policy} of the pool {transfer.name} is unknown here")
+        raise ValueError(f"the hit policy {transfer.hit_policy} of the pool {transfer.name} is not known")
     lengths, run = set(), 0
     for end, is_there in enumerate(has, 1):
         run = run + 1 if is_there else 0
@@ -270,14 +308,19 @@ def _restorable(transfer: PoolTransfer, has: Sequence[bool]) -> set[int]:
     return lengths
 
 
-def _fits(keys: Sequence[str], host_indices: torch.Tensor | None, pool: HostPages) -> bool:
-    return host_indices is not None and host_indices.numel() == len(keys) * pool.page_tokens > 0
-
-
 def _until(*host_indices: torch.Tensor | None) -> float:
     tokens = sum(each.numel() for each in host_indices if each is not None)
     return time.monotonic() + min(COPY_S + COPY_S_PER_TOKEN * tokens, LONGEST_S)
 
 
 def _digests(keys: Sequence[str]) -> list[bytes]:
-    return [bytes.fromhex(key) for key in keys]
+    return [_digest(key) for key in keys]
+
+
+def _digest(key: str) -> bytes:
+    """Return the bytes of a key. A key that other texts share, or that has none, stays a text; `TierCache` refuses it."""
+    try:
+        digest = bytes.fromhex(key)
+    except (TypeError, ValueError):
+        return cast("bytes", key)
+    return digest if digest.hex() == key else cast("bytes", key)

@@ -79,7 +79,9 @@ def start_scheduler(
     if publishes_events(vllm_config):
         state = offload.core.state
         indexes = {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in state.tiers}}
-        tier_events = TierEvents(groups, indexes, find_wire(kv_cache_config), device)
+        tier_events = TierEvents(
+            groups, indexes, find_wire(kv_cache_config), device, offload.observation.removed
+        )
     VllmScheduler.__init__(
         scheduler,
         offload,

@@ -1,71 +1,58 @@
-"""Parses vLLM's command line for the doctor as vLLM does, but without importing vLLM.
+"""Reads the options in vLLM's command line that the doctor needs, without importing vLLM.
 
-The parser ignores options that the doctor does not need.
+Where vLLM is installed, its own parser reads the command line too, and its values take precedence.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from argparse import ArgumentTypeError
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
-from kvoffload.checks.options import positive, size
+from kvoffload.checks.launch import Launch
+from kvoffload.checks.options import positive, read_object, size
 from kvoffload.model.errors import ConfigError
 
-CHANGE_SIZES = [
-    "--config", "--config-format", "--hf-config-path", "--hf-overrides", "--kv-cache-dtype-skip-layers", "--model-class-overrides",
-    "--model-impl", "--quantization-config", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-config", "-sc",
-]  # fmt: skip
+DYNAMO = "dynamo.vllm"
+COMMANDS = re.compile(
+    r"(?:\S*/)?vllm serve|vllm\.entrypoints\.cli\.main serve|vllm\.entrypoints\.(?:openai\.)?api_server|"
+    rf"(?:\S*/)?vllm/entrypoints/(?:openai/)?api_server\.py|{re.escape(DYNAMO)}"
+)
+"""The commands that start vLLM's server."""
+EXAMPLE = "vllm serve MODEL ..., docker run IMAGE ..., or a pod's args"
+
+CHANGE_SIZES = (
+    *("--config-format", "--hf-config-path", "--hf-overrides", "--kv-cache-dtype-skip-layers"),
+    *("--model-class-overrides", "--model-impl", "--quantization-config"),
+    *("--spec-method", "--spec-model", "--spec-tokens", "--speculative-config", "--speculative-model"),
+)
 """Options with which block sizes cannot be computed from the other options and the model's `config.json`."""
 
-CHOOSE_BLOCKS = ["--attention-backend", "--attention-config", "-ac"]
+CHOOSE_BLOCKS = ("--attention-backend", "--attention-config")
 """Options with which vLLM may choose a block size other than its default."""
 
-_AddOption = Callable[..., object]
-_STARTS = ("serve", "vllm.entrypoints.openai.api_server")
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
 _UNITS = {unit: 1000**power for power, unit in enumerate("kmgt", 1)}
 _UNITS |= {unit: 1024**power for power, unit in enumerate("KMGT", 1)}
+_LARGEST_FILE = 1 << 20
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError([f"vLLM's command line: {message}"])
-
-
-def read_command_line(words: Sequence[str], add_options: Callable[[_AddOption], None]) -> argparse.Namespace:
-    """Return the options in vLLM's command line. Most options that the command line lacks are None.
-
-    Args:
-        words: the command line, such as `vllm serve MODEL --tensor-parallel-size 2`.
-        add_options: a function that gets the parser's `add_argument`, and adds further options with it.
-
-    Raises:
-        ConfigError: the command does not start vLLM's server, or has an option value that vLLM would refuse.
-    """
-    begin = next((number for number, word in enumerate(words) if word in _STARTS), None)
-    if begin is None:
-        raise ConfigError(["a command line of vLLM comes after --, such as: -- vllm serve MODEL"])
-    rest = list(_plain(words[begin + 1 :]))
-    add = (parser := _Parser(add_help=False)).add_argument
-    add_options(add)
-    # If --quantization were missing, argparse would take it for an abbreviation of --quantization-config.
-    add("--quantization", "-q")
-    for name in CHANGE_SIZES + CHOOSE_BLOCKS:
-        add(name, nargs="*", dest=name)
-    add("--enable-prefix-caching", action=argparse.BooleanOptionalAction)
-    add("--enable-sleep-mode", action=argparse.BooleanOptionalAction)
-    add("--decode-context-parallel-size", "-dcp", type=positive, default=1)
-    add("--prefill-context-parallel-size", "-pcp", type=positive, default=1)
-    add("--distributed-executor-backend")
-    add("--prefix-caching-hash-algo")
-    found, _ = parser.parse_known_args(rest)
-    if rest and not rest[0].startswith("-"):
-        found.model = rest[0]
-    return found
+_SHORT = {
+    "-ac": "--attention-config",
+    "-dcp": "--decode-context-parallel-size",
+    "-dp": "--data-parallel-size",
+    "-dpl": "--data-parallel-size-local",
+    "-pcp": "--prefill-context-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-q": "--quantization",
+    "-sc": "--speculative-config",
+    "-tp": "--tensor-parallel-size",
+}
 
 
 def number(text: str) -> int:
@@ -73,38 +60,140 @@ def number(text: str) -> int:
 
     Return 0 for "auto" and "-1", because vLLM then chooses the number itself.
     """
-    return 0 if text in ("auto", "-1") else _scaled(text) or size(text)
+    text = text.strip().replace("_", "")  # as in Python, 32_768 is a number
+    return 0 if text.lower() in ("auto", "-1") else _scaled(text) or size(text)
 
 
-def _scaled(text: str) -> int | None:
-    found = _NUMBER.fullmatch(text)
-    return None if found is None else int(Fraction(found[1]) * _UNITS[found[2]])
+_VALUES: Mapping[str, Callable[[str], object]] = {
+    "--block-size": positive,
+    "--data-parallel-size": positive,
+    "--data-parallel-size-local": positive,
+    "--decode-context-parallel-size": positive,
+    "--distributed-executor-backend": str,
+    "--dtype": str,
+    "--kv-cache-dtype": str,
+    "--kv-cache-memory-bytes": number,
+    "--kv-offloading-size": str,
+    "--kv-transfer-config": str,
+    "--max-model-len": number,
+    "--model": str,
+    "--num-gpu-blocks-override": positive,
+    "--pipeline-parallel-size": positive,
+    "--prefill-context-parallel-size": positive,
+    "--prefix-caching-hash-algo": str,
+    "--revision": str,
+    "--tensor-parallel-size": positive,
+}
+_SWITCHES = ("--enable-cumem-allocator", "--enable-prefix-caching", "--enable-sleep-mode")
+_NAMES = {*_VALUES, *_SWITCHES, *CHANGE_SIZES, *CHOOSE_BLOCKS, "--config", "--quantization"}
+"""The names that are read, and names of which a read name is an abbreviation."""
 
 
-def _plain(words: Sequence[str]) -> Iterator[str]:
-    """Yield a command line's words, with `_` in option names replaced by `-`.
+@dataclass(slots=True)
+class Line:
+    """The options in vLLM's command line.
 
-    All `--name.key VALUE` options of one name become one `--name JSON` option.
+    Args:
+        values: the values of the options that the doctor needs, by the names of vLLM's attributes.
+        names: the names of all options in the command line.
+        transfer: `--kv-transfer-config`; None if the command line lacks it or it cannot be read.
+        problems: the values that vLLM would refuse.
+        unread: what could not be read, and why.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    transfer: dict[str, Any] | None = None
+    problems: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+
+def read_line(launch: Launch) -> Line:
+    """Return the options in vLLM's command line, and those in the file that `--config` names."""
+    line = Line()
+    options = [*_options(launch.arguments)]
+    files = [value for name, value in options if name == "--config"]
+    for file in files[-1:]:
+        try:
+            options = [*_options(_words_of_file(file, is_here=not launch.image)), *options]
+        except ConfigError as error:
+            line.unread.append(str(error))
+    for name, value in options:
+        line.names.add(name)
+        _read(line, name, value)
+    if launch.placeholders:
+        line.unread.append(f"the values of variables in {', '.join(launch.placeholders)[:80]}")
+    return line
+
+
+def _read(line: Line, name: str, value: Any) -> None:  # noqa: ANN401  # a text, an object or None
+    switch = name.replace("--no-", "--", 1)
+    if switch in _SWITCHES:
+        line.values[_attribute(switch)] = name == switch
+        return
+    convert = _VALUES.get(name)
+    if convert is None or "$" in str(value):
+        return
+    try:
+        if name == "--kv-transfer-config":
+            line.transfer = value if isinstance(value, dict) else read_object(value or "", name)
+        elif value is None:
+            line.problems.append(f"{name} has no value")
+        else:
+            line.values[_attribute(name)] = convert(str(value))
+    except ConfigError as error:
+        line.problems.append(str(error))
+    except ArgumentTypeError as error:
+        line.problems.append(f"{name}: {error}")
+
+
+def _attribute(name: str) -> str:
+    return "device_blocks" if name == "--num-gpu-blocks-override" else name[2:].replace("-", "_")
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the options' names and values. The value is None if no value follows the name.
+
+    A name has dashes and is not abbreviated. All `--name.key VALUE` options of one name become one object.
     """
     objects: dict[str, dict[str, Any]] = {}
-    left = iter(words)
-    for word in left:
+    left = deque(words)
+    if left and not _is_option(left[0]):
+        yield "--model", left.popleft()
+    while left:
+        word = left.popleft()
+        if not _is_option(word):
+            continue  # a further value of the option before
         name, equals, value = word.partition("=")
-        name, dot, keys = name.partition(".")
-        if not name.startswith("--"):
-            yield word
-        elif not dot:
-            yield name.replace("_", "-") + equals + value
+        name, _, keys = name.partition(".")
+        name = _whole(_SHORT.get(name, name.replace("_", "-")))
+        is_switch = name.replace("--no-", "--", 1) in _SWITCHES
+        if not equals and left and not _is_option(left[0]) and not is_switch:
+            equals, value = "=", left.popleft()
+        if keys:
+            _set(objects.setdefault(name, {}), keys, value)
         else:
-            *parents, last = keys.split(".")
-            inner = objects.setdefault(name.replace("_", "-"), {})
-            for key in parents:
-                if not isinstance(inner.get(key), dict):
-                    inner[key] = {}
-                inner = inner[key]
-            inner[last] = _value(value if equals else next(left, ""))
-    for name, found in objects.items():
-        yield from (name, json.dumps(found))
+            yield name, value if equals else None
+    yield from objects.items()
+
+
+def _is_option(word: str) -> bool:
+    return word.startswith("-") and not word[1:2].isdecimal()
+
+
+def _whole(name: str) -> str:
+    """Return the name that an abbreviation stands for, or the name itself."""
+    longer = [known for known in _NAMES if known.startswith(name)]
+    return longer[0] if len(longer) == 1 and name.startswith("--") else name
+
+
+def _set(found: dict[str, Any], keys: str, value: str) -> None:
+    *parents, last = keys.removesuffix("+").split(".")
+    for key in parents:
+        if not isinstance(found.get(key), dict):
+            found[key] = {}
+        found = found[key]
+    found[last] = value.split(",") if keys.endswith("+") else _value(value)
 
 
 def _value(text: str) -> object:
@@ -112,3 +201,43 @@ def _value(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         return _scaled(text) or text
+
+
+def _scaled(text: str) -> int | None:
+    found = _NUMBER.fullmatch(text)
+    return None if found is None else int(Fraction(found[1]) * _UNITS[found[2]])
+
+
+def _words_of_file(path: str | None, *, is_here: bool) -> list[str]:
+    """Return the options in the YAML file that `--config` names, as words of a command line.
+
+    Raises:
+        ConfigError: the file cannot be read here.
+    """
+    try:
+        import yaml
+    except ImportError as error:  # kvoffload does not require PyYAML; every vLLM brings it
+        raise ConfigError([f"--config {path} is not read, because PyYAML is not installed here"]) from error
+    if not is_here:
+        raise ConfigError([f"--config {path} is a file in the container"])
+    try:
+        with Path(path or "").open(encoding="utf-8") as file:
+            found = yaml.safe_load(file.read(_LARGEST_FILE))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or "it is not YAML"
+        raise ConfigError([f"--config {path} cannot be read: {reason}"]) from error
+    if not isinstance(found, dict):
+        raise ConfigError([f"--config {path} does not hold options with values"])
+    return [word for name, value in found.items() for word in _words(str(name), value)]
+
+
+def _words(name: str, value: object) -> list[str]:
+    match value:
+        case bool():
+            return [f"--{name}" if value else f"--no-{name}"]
+        case list():
+            return [f"--{name}", *map(str, value)] if value else []
+        case dict():
+            return [f"--{name}", json.dumps(value)]
+        case _:
+            return [f"--{name}={value}"]

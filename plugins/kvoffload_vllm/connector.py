@@ -121,9 +121,6 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
         half = VllmScheduler if self._role is KVConnectorRole.SCHEDULER else VllmWorker
         half.close(self)
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return super().get_kv_connector_stats() if self._role is KVConnectorRole.SCHEDULER else None
-
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
         return preferred_layout(vllm_config)

@@ -155,10 +155,16 @@ class TierEvents:
         indexes: each tier's index, which records the keys of arriving and leaving blocks.
         wire: the event classes and conversions of the installed vLLM.
         device: vLLM's block pool.
+        on_removed: called with this observer's name and its first exception, after which there are no more events.
     """
 
     def __init__(
-        self, groups: VllmGroups, indexes: Mapping[Tier, KeyIndex], wire: Wire, device: VllmDevice
+        self,
+        groups: VllmGroups,
+        indexes: Mapping[Tier, KeyIndex],
+        wire: Wire,
+        device: VllmDevice,
+        on_removed: Callable[[str, Exception], object],
     ) -> None:
         on_host = indexes[Tier.HOST] if len(indexes) > 1 else ()
 
@@ -169,10 +175,36 @@ class TierEvents:
         self._wire = wire
         specs = zip(groups.ids, groups.shape.groups, strict=True)
         self._tokens = {number: spec.block_tokens for number, spec in specs}
+        self._indexes = indexes
         self._ledgers = {tier: index.watch() for tier, index in indexes.items()}
+        self._on_removed = on_removed
+        self._is_removed = False
+
+    def note(self, request: Request, first: int, computed_tokens: int) -> int:
+        """Take notes about the blocks that a request has computed; see `BlockNotes.take`."""
+        if not self._is_removed:
+            try:
+                return self.notes.take(request, first, computed_tokens)
+            except Exception as error:
+                self._remove(error)
+        return first
 
     def take(self) -> Iterable[KVCacheEvent]:
         """Return the events about all blocks that arrived or left since the last call."""
+        if not self._is_removed:
+            try:
+                return self._take()
+            except Exception as error:
+                self._remove(error)
+        return ()
+
+    def _remove(self, error: Exception) -> None:
+        self._is_removed = True
+        for index in self._indexes.values():
+            index.unwatch()
+        self._on_removed("TierEvents", error)
+
+    def _take(self) -> Iterable[KVCacheEvent]:
         late, awaited = self.notes.late, self.notes.awaited
         if not (late or any(self._ledgers.values())):
             return ()

@@ -11,43 +11,54 @@ anywhere, the type and bounds of each value are checked.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
+from kvoffload.checks.model_file import ModelUnread, read_model_file
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError, KVOffloadError
 
 _CACHE_DTYPES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 _DTYPES = {"auto": 2, "half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4}
 
-_MLA = "deepseek_v2"
-MODEL_TYPES = {_MLA: "DeepseekV2ForCausalLM", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_MLA = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+MODEL_TYPES = {
+    **_MLA,
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 """The supported model types, each with its class in vLLM.
 
 For each of them, a test compares the computed sizes with those of a stock vLLM.
 """
 
-_DEFAULTS: Mapping[str, Mapping[str, int]] = {"qwen3": {"head_dim": 128, "num_key_value_heads": 32}}
+_DEFAULTS: Mapping[str, Mapping[str, int]] = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "mixtral": {"num_key_value_heads": 8},
+    "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False},
+    "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
+    "qwen3_moe": {"num_key_value_heads": 4, "use_sliding_window": False},
+}
 """Values that vLLM's model classes use if a `config.json` does not contain them."""
 
 _FULL = "full_attention"
-_LARGEST_CONFIG = 1 << 20  # the number of bytes after which `_read_json` stops reading
 _SHOWN = 40  # the maximum number of characters that an error message quotes from `config.json`
 _BLOCK_TOKENS = 16  # vLLM's default block size
 _LARGEST_HEAD = 192  # for larger heads, vLLM may choose larger blocks
-_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 
 
 class SizesNotKnown(KVOffloadError):
-    """Raised if kvoffload cannot compute the sizes of a model's KV blocks."""
+    """Raised if kvoffload cannot compute the sizes of a model's KV blocks, for whatever reason."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,61 +116,29 @@ class ModelSizes:
         return self.page_bytes * self.pages
 
 
-def read_config(model: str, revision: str = "main") -> ModelConfig:
+def read_config(model: str, revision: str = "main", environ: Mapping[str, str] = os.environ) -> ModelConfig:
     """Read the `config.json` of a model.
 
     Args:
         model: the model's folder, the path of the `config.json`, or the id of a model in the Hugging Face cache.
         revision: the branch, tag or commit to read from the cache.
+        environ: the environment variables that say where the cache is.
 
     Raises:
-        ConfigError: the file does not exist, cannot be read or is invalid.
-        SizesNotKnown: the model's type is not supported, or the cache does not have the model.
+        SizesNotKnown: the file is not on this machine, cannot be read or is invalid, or the model's type is not
+            supported.
     """
-    path = Path(model)
     try:
-        if not path.exists():
-            path = _snapshot(model, revision)
-        path = path / "config.json" if path.is_dir() else path
-        raw = _read_json(path)
-        quantization = path.with_name("hf_quant_config.json")
-        if not raw.get("quantization_config") and quantization.exists():
-            raw["quantization_config"] = _read_json(quantization)
-    except OSError as error:
-        raise _wrong(f"{path} cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
-        raise _wrong(f"{path} cannot be used: {error}") from error
-    return model_of(raw)
-
-
-def _snapshot(model: str, revision: str) -> Path:
-    """Return the folder with a model's snapshot in the Hugging Face cache."""
-    if not _HUB_ID.fullmatch(model) or ".." in model:
-        raise _wrong(f"{model} does not exist, and is not an id such as Qwen/Qwen3-8B")
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    hub = Path(os.environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
-    repository = hub / f"models--{model.replace('/', '--')}"
-    reference = repository / "refs" / revision
-    commit = reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision
-    snapshot = repository / "snapshots" / commit
-    if not (snapshot / "config.json").exists():
-        raise SizesNotKnown(f"{model} is neither a folder nor, with revision {revision}, in {hub}")
-    return snapshot
-
-
-def _read_json(path: Path) -> dict[str, object]:
-    if not path.is_file():  # reading from a pipe or a device may never end
-        raise _wrong(f"{path} is missing, or not a regular file")
-    with path.open("rb") as file:
-        return msgspec.json.decode(file.read(_LARGEST_CONFIG), type=dict[str, object])
+        return model_of(read_model_file(model, revision, environ))
+    except ModelUnread as error:
+        raise SizesNotKnown(str(error)) from error
 
 
 def model_of(raw: Mapping[str, object]) -> ModelConfig:
     """Validate the content of a `config.json`.
 
     Raises:
-        ConfigError: a value has the wrong type or is out of bounds.
-        SizesNotKnown: the model's type is not supported.
+        SizesNotKnown: the model's type is not supported, or a value has the wrong type or is out of bounds.
     """
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPES:
@@ -167,39 +146,44 @@ def model_of(raw: Mapping[str, object]) -> ModelConfig:
         raise SizesNotKnown(f"sizes of {given} are not computed, only of {', '.join(MODEL_TYPES)}")
     try:
         return msgspec.convert({**_DEFAULTS.get(kind, {}), **raw}, ModelConfig)
-    except msgspec.ValidationError as error:
-        raise _wrong(f"config.json: {error}") from error
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise SizesNotKnown(f"config.json: {error}") from error
 
 
 def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
     """Return the sizes of a model's KV blocks.
 
     Raises:
-        ConfigError: a value that the sizes depend on is missing or cannot be used.
-        SizesNotKnown: the sizes depend on more than the given values.
+        ConfigError: the ranks cannot share the model's KV heads, so vLLM would refuse to start.
+        SizesNotKnown: the sizes depend on more than the given values, or a value is missing or cannot be used.
     """
     tokens = options.block_size or _BLOCK_TOKENS
     token_bytes, calculation = _token(model, _item_bytes(model, options), options)
     pages, page_bytes = _layers(model, options), tokens * token_bytes
-    sizes = f"pages of {size_text(page_bytes)}, {pages} of them in a block: {size_text(page_bytes * pages)} a block and rank"
     usual = "" if options.block_size else ", unless vLLM's start logs another block size"
-    return ModelSizes(page_bytes, pages, tokens, f"{sizes} ({calculation} x {tokens} tokens{usual})")
+    return sizes_of(page_bytes, pages, tokens, f"{calculation} x {tokens} tokens{usual}")
+
+
+def sizes_of(page_bytes: int, pages: int, tokens: int, calculation: str) -> ModelSizes:
+    """Return the sizes of blocks of `pages` pages, with a description that contains the calculation of a page's bytes."""
+    block = f"pages of {size_text(page_bytes)}, {pages} of them in a block: {size_text(page_bytes * pages)} a block and rank"
+    return ModelSizes(page_bytes, pages, tokens, f"{block} ({calculation})")
 
 
 def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
     """Return the bytes of one token in one layer, and a description of the calculation."""
-    if model.model_type == _MLA:
+    if model.model_type in _MLA:
         width = _needed(model, "kv_lora_rank") + _needed(model, "qk_rope_head_dim")
         _check_block(options, is_usual=False)
         return width * item, f"{width} (latent and rope) x {item} bytes"
     kv_heads = model.num_key_value_heads or _needed(model, "num_attention_heads")
     ranks = options.tensor_parallel_size
     if kv_heads % ranks and ranks % kv_heads:
-        raise _wrong(f"config.json has {kv_heads} KV heads, which {ranks} ranks cannot share")
+        raise ConfigError([f"--model: config.json has {kv_heads} KV heads, which {ranks} ranks cannot share"])
     heads = max(1, kv_heads // ranks)
     dim = model.head_dim or _needed(model, "hidden_size") // _needed(model, "num_attention_heads")
     if not dim:
-        raise _wrong("config.json has more num_attention_heads than hidden_size")
+        raise SizesNotKnown("config.json has more num_attention_heads than hidden_size")
     _check_block(options, is_usual=dim <= _LARGEST_HEAD)
     return 2 * heads * dim * item, f"2 (K and V) x {heads} KV heads x {dim} x {item} bytes"
 
@@ -213,7 +197,7 @@ def _check_block(options: Options, *, is_usual: bool) -> None:
 def _needed(model: ModelConfig, name: str) -> int:
     value: int | None = getattr(model, name)
     if value is None:
-        raise _wrong(f"config.json does not give {name}")
+        raise SizesNotKnown(f"config.json does not give {name}")
     return value
 
 
@@ -221,7 +205,9 @@ def _layers(model: ModelConfig, options: Options) -> int:
     """Return the number of layers on a rank. Raise an error if a layer does not have full attention."""
     layers, kind, stages = model.num_hidden_layers, model.model_type, options.pipeline_parallel_size
     if model.layer_types is not None and len(model.layer_types) != layers:
-        raise _wrong(f"config.json has {layers} num_hidden_layers and {len(model.layer_types)} layer_types")
+        raise SizesNotKnown(
+            f"config.json has {layers} num_hidden_layers and {len(model.layer_types)} layer_types"
+        )
     if other := set(model.layer_types or ()) - {_FULL}:
         raise SizesNotKnown(f"sizes of {min(other)[:_SHOWN]!r} in a model of type {kind} are not computed")
     if model.use_sliding_window or (model.sliding_window and model.use_sliding_window is None):
@@ -239,11 +225,11 @@ def _item_bytes(model: ModelConfig, options: Options) -> int:
     if options.kv_cache_dtype not in (None, "auto"):
         raise SizesNotKnown(f"sizes of KV of dtype {options.kv_cache_dtype!r:.40} are not computed")
     if _chooses_dtype(model.quantization_config) or _chooses_dtype(model.compression_config):
-        raise SizesNotKnown("the model's quantization chooses the KV cache's dtype: give --kv-cache-dtype")
+        raise SizesNotKnown("the model's quantization may choose the KV cache's dtype: give --kv-cache-dtype")
     asked, own = options.dtype or "auto", model.dtype or model.torch_dtype or "auto"
     for name in (asked, own.removeprefix("torch.")):
         if name not in _DTYPES:
-            raise _wrong(f"the dtype {name[:_SHOWN]!r} is not known; known are {', '.join(_DTYPES)}")
+            raise SizesNotKnown(f"the dtype {name[:_SHOWN]!r} is not known; known are {', '.join(_DTYPES)}")
     return _DTYPES[asked]  # with "auto", vLLM converts float32 to a type of 2 bytes
 
 
@@ -252,7 +238,3 @@ def _chooses_dtype(quantization: object) -> bool:
     return isinstance(quantization, dict) and any(
         ("kv_cache" in name and value) or _chooses_dtype(value) for name, value in quantization.items()
     )
-
-
-def _wrong(text: str) -> ConfigError:
-    return ConfigError([f"--model: {text}"])

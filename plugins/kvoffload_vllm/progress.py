@@ -156,7 +156,8 @@ class ProgressReports:
             known: the number of tokens whose blocks were already computed.
         """
         name = tracked.request.request_id
-        self.forget(name)
+        self._soon.pop(name, None)
+        self._late.pop(name, None)
         tracked.boundary = known + 1
         if tracked.hashes != len(tracked.request.block_hashes):
             # The next input of a session brings new keys, which the first step must report even without new tokens.
@@ -231,7 +232,7 @@ class ProgressReports:
         request = tracked.request
         tracked.boundary = confirmed + self._least_block - confirmed % self._least_block
         if self._tier_events is not None:
-            tracked.noted = self._tier_events.notes.take(request, tracked.noted, confirmed)
+            tracked.noted = self._tier_events.note(request, tracked.noted, confirmed)
         new_keys = tracked.new_keys(self._keys) if tracked.hashes != len(request.block_hashes) else ()
         name = request.request_id
         return _make_progress((name, confirmed, self._late.pop(name, ()), new_keys))

@@ -13,6 +13,7 @@ from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.wire import NOTHING
 from kvoffload.runtime.copies import NO_ANSWERS
 from kvoffload_vllm.kv_identity import persists
+from kvoffload_vllm.limits import LimitReader
 from kvoffload_vllm.metadata import NO_PLAN, KVOffloadMetadata, KVOffloadWorkerMetadata
 from kvoffload_vllm.progress import KeyMaker, ProgressReports, Tracked
 from kvoffload_vllm.stats import KVOffloadStats
@@ -49,6 +50,8 @@ class VllmScheduler:
         identification: determines the KV identity; None without a tier below the host.
     """
 
+    _changes: Changes | None = None  # a connector on a worker has no metrics of its own
+
     def __init__(
         self,
         offload: SchedulerSide,
@@ -74,6 +77,7 @@ class VllmScheduler:
             if group.kind is AttentionKind.RECURRENT
         }
         """The recurrent groups by vLLM's number: kvoffload's number, and the number of tokens in a block."""
+        self._limits = LimitReader()
         self._tracked: dict[str, Tracked] = {}
         self._progress = ProgressReports(
             groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
@@ -90,9 +94,11 @@ class VllmScheduler:
         self._tracked[request.request_id] = tracked
         known = self._keys.keys(hashes, 0)
         lasts = self._identification is None or persists(request)
-        fact = facts.RequestSeen(request.request_id, request.num_tokens, known, reads, lasts)
-        trace_parent = tracked.trace_parent if self.offload.observation.spans is not None else None
-        self.offload.seen(fact, partial(_output_tokens, request), trace_parent)
+        parent = tracked.trace_parent if self.offload.observation.spans is not None else None
+        params = request.kv_transfer_params
+        limits = self._limits.read(params) if params else facts.NO_LIMITS
+        fact = facts.RequestSeen(request.request_id, request.num_tokens, known, reads, lasts, limits, parent)
+        self.offload.seen(fact, partial(_output_tokens, request))
         return tracked
 
     def get_num_new_matched_tokens(
@@ -187,7 +193,7 @@ class VllmScheduler:
         else:
             confirmed = min(request.num_computed_tokens - request.num_output_placeholders, request.num_tokens)
             if self.tier_events is not None:
-                self.tier_events.notes.take(request, tracked.noted, confirmed)
+                self.tier_events.note(request, tracked.noted, confirmed)
             if tracked.hashes != len(request.block_hashes):
                 new_keys = tracked.new_keys(self._keys)
         self.offload.ended(facts.RequestEnded(request.request_id, confirmed, new_keys, holds_blocks, late))
@@ -197,10 +203,18 @@ class VllmScheduler:
 
         While requests or copies exist, return None until a second has passed since the last changes.
         """
-        if self._changes.now() < self._changes.next_s and (self._tracked or self.has_pending_push_work()):
+        changes = self._changes
+        if changes is None or (
+            changes.now() < changes.next_s and (self._tracked or self.has_pending_push_work())
+        ):
             return None
-        changes = self._changes.take()
-        return KVOffloadStats(changes) if changes is not None else None
+        try:
+            taken = changes.take()
+        except Exception as error:
+            self._changes = None
+            self.offload.observation.removed("Changes", error)
+            return None
+        return KVOffloadStats(taken) if taken is not None else None
 
     def close(self) -> None:
         """Stop the observers and close the lower tiers."""

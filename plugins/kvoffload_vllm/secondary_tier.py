@@ -5,6 +5,10 @@
 vLLM calls the tier in the scheduler's process, one call at a time. Only `drain_jobs` and `shutdown` wait; all other
 calls return at once, because threads run the jobs. The threads call `TierCache`, whose calls have time limits. One of
 vLLM's chunks, with the bytes of all ranks, is one of `TierCache`'s pages.
+
+An exception of a thread fails its job only; in vLLM's scheduler it would end the engine. vLLM cannot evict a chunk from
+its host memory while a store of the chunk is open. So the bytes of open stores have a bound, and further stores are
+refused.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -39,7 +43,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from kvoffload.disk.tier_key import read_tier_key
 from kvoffload.logs import get_logger
 from kvoffload.model.engine import EngineIdentity
-from kvoffload.model.errors import ConfigError
+from kvoffload.model.errors import ConfigError, reason_of
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.telemetry.catalogue import BY_NAME, Kind
 from kvoffload.telemetry.payload import Changes, split_labels
@@ -57,6 +61,8 @@ if TYPE_CHECKING:
 Copy = Callable[[Sequence[bytes], Sequence[Page]], list[bool]]
 
 _THREADS = 2  # the number of threads for loads, and the same number for stores
+_SHARE = 4  # open stores have at most a quarter of vLLM's host memory
+_LEAST_BYTES = 64 * 2**20  # a bound that is smaller would refuse what a disk writes in a fraction of a second
 _CLOSING_S = 5.0
 
 log = get_logger("tiers")
@@ -110,6 +116,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         self._loads = DaemonExecutor("kvoffload-tier-load", _THREADS)
         self._stores = DaemonExecutor("kvoffload-tier-store", _THREADS)
         self._open: dict[int, tuple[TransferJob, Future[tuple[list[bool], float]]]] = {}
+        self._logged: set[str] = set()  # the events that are logged once
         # For each live request, the blocks whose load failed. Lookups miss these blocks, so vLLM does not retry.
         self._failed: dict[str, set[OffloadKey]] = {}
         self._counted = Changes(self._cache)
@@ -129,6 +136,8 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
             return LookupResult.MISS
         if self._cache.exists([key], 0) == [True]:
             return LookupResult.HIT
+        if self._cache.is_forked:
+            return LookupResult.MISS  # no thread would ever look
         found = False if self._lookups is None else self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
@@ -142,7 +151,15 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
     # -- jobs ---------------------------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._start(job_metadata, self._stores, self._cache.put)
+        open_bytes = (
+            sum(len(job.keys) for job, _ in self._open.values() if not job.is_promotion) * self._bytes
+        )
+        most = max(self._memory.nbytes // _SHARE, _LEAST_BYTES)
+        if open_bytes and open_bytes + len(job_metadata.keys) * self._bytes > most:
+            reason = f"stores of {open_bytes} bytes are open, and the bound is {most}: the tiers are slower than vLLM"
+            self._refuse(job_metadata, reason)
+        else:
+            self._start(job_metadata, self._stores, self._cache.put)
 
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._start(job_metadata, self._loads, self._cache.get)
@@ -153,21 +170,42 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
 
     def drain_jobs(self) -> None:
         """Wait for every job, and invalidate all blocks (R10), because vLLM drains the jobs only to reset its cache."""
-        wait([future for _, future in self._open.values()])
+        if not self._cache.is_forked:
+            wait([future for _, future in self._open.values()])
         if not self._cache.reset():
             log.warning("reset_incomplete", note="a process that starts now may find blocks from before")
 
     def _start(self, job: TransferJob, executor: DaemonExecutor, copy: Copy) -> None:
-        keys, chunks = list(job.keys), [int(chunk) for chunk in job.chunk_ids]
-        self._open[job.job_id] = job, executor.submit(self._run, copy, keys, chunks)
+        if self._cache.is_forked:
+            self._refuse(job, "a forked child has none of the tier's threads")
+        else:
+            self._open[job.job_id] = job, executor.submit(self._run, copy, job)
 
-    def _run(self, copy: Copy, keys: Sequence[bytes], chunks: Sequence[int]) -> tuple[list[bool], float]:
-        began, size = time.perf_counter(), self._bytes
-        pages = [(self._memory[chunk * size : (chunk + 1) * size],) for chunk in chunks]
-        return copy(keys, pages), time.perf_counter() - began
+    def _refuse(self, job: TransferJob, reason: str) -> None:
+        """End a job at once, without a copied block."""
+        ended = Future[tuple[list[bool], float]]()
+        ended.set_result(([False] * len(job.keys), 0.0))
+        self._open[job.job_id] = job, ended
+        self._log_once("tier_call_refused", reason, "vLLM counts further jobs that are refused as failed")
+
+    def _run(self, copy: Copy, job: TransferJob) -> tuple[list[bool], float]:
+        began = time.perf_counter()
+        done = copy(list(job.keys), [self._page(int(chunk)) for chunk in job.chunk_ids])
+        return done, time.perf_counter() - began
+
+    def _page(self, chunk: int) -> Page:
+        """Return a chunk's memory. If vLLM has no such chunk, it is too short, and `TierCache` refuses it."""
+        start = chunk * self._bytes
+        return (self._memory[start : start + self._bytes],) if start >= 0 else ()
 
     def _result(self, job: TransferJob, future: Future[tuple[list[bool], float]]) -> JobResult:
-        answers, seconds = future.result()
+        try:
+            answers, seconds = future.result()
+        except Exception as error:
+            answers, seconds = [False] * len(job.keys), 0.0
+            self._log_once(
+                "tier_copy_failed", reason_of(error), "vLLM counts further jobs that raise as failed"
+            )
         done = [key for key, is_done in zip(job.keys, answers, strict=True) if is_done]
         failed = self._failed.get(job.req_context.req_id)
         if job.is_promotion and failed is not None:
@@ -175,6 +213,11 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         some = tuple(done) if job.is_promotion and 0 < len(done) < len(answers) else None
         size = len(done) * self._bytes
         return JobResult(job.job_id, len(done) == len(answers), some, seconds, size)
+
+    def _log_once(self, event: str, reason: str, note: str) -> None:
+        if event not in self._logged:
+            self._logged.add(event)
+            log.warning(event, reason=reason, note=note)
 
     # -- steps --------------------------------------------------------------------------------------------------
 
@@ -226,6 +269,8 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
     # -- start and end ------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
+        if self._cache.is_forked:
+            return
         self._is_closed = True
         self._stepped.set()
         self._cache.close()  # ends the calls in which the threads wait
@@ -268,13 +313,18 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]  # as above
 
 def _check(vllm_config: VllmConfig, config: OffloadConfig) -> None:
     problems = find_problems(vllm_config, has_identity=config.weights_id is not None)
+    problems += lora_problems(vllm_config)
+    if problems:
+        raise ConfigError(problems)
+
+
+def lora_problems(vllm_config: VllmConfig) -> Iterator[str]:
+    """Yield a problem if LoRA is on. The doctor also calls this function."""
     if vllm_config.lora_config is not None:
-        problems.append(
+        yield (
             "vLLM does not report to a tier which requests use LoRA, and its hashes do not distinguish an adapter from a "
             "later one of the same name; use KVOffloadConnector"
         )
-    if problems:
-        raise ConfigError(problems)
 
 
 def _config_of_caller() -> VllmConfig:

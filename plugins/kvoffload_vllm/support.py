@@ -8,6 +8,7 @@ kvoffload supports a model only if it can copy every needed group.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,6 +49,11 @@ NEEDED = (
 )
 """The attributes that vLLM's base class for connectors must have."""
 
+ENCODER_DECODER = (
+    "the model is an encoder-decoder: vLLM finds none of its blocks by their prefix, so there is nothing to offload; serve it "
+    "without kvoffload"
+)
+
 _WRAPPER = "kv_cache_specs"  # the attribute of a group's spec that contains the layers' specs, if they differ
 
 
@@ -65,6 +71,11 @@ class Features:
     reports_failed_loads: bool = True
     hands_off_states: bool = False
     lacks: tuple[str, ...] = ()
+
+
+def release_of(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
 def find_features() -> Features:
@@ -87,10 +98,14 @@ def is_needed_for_hits(group: KVCacheGroupSpec) -> bool:
     return bool(getattr(group.kv_cache_spec, "prefix_cacheable", True))
 
 
+def _lacking(features: Features) -> str:
+    return f"this vLLM lacks {', '.join(features.lacks)}; the connector works with {VERSIONS}"
+
+
 def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, features: Features) -> list[str]:
     """Return every reason why kvoffload does not support a configuration. Each reason is a sentence."""
     if features.lacks:
-        return [f"this vLLM lacks {', '.join(features.lacks)}; the connector works with {VERSIONS}"]
+        return [_lacking(features)]
     groups = kv_cache_config.kv_cache_groups
     problems = [*_check_settings(vllm_config), *_check_tiers(kv_cache_config)]
     for number, group in enumerate(groups):
@@ -116,6 +131,19 @@ def _check_settings(vllm_config: VllmConfig) -> Iterator[str]:
     yield from role_problems(vllm_config.kv_transfer_config.kv_role)
     caches, model = vllm_config.cache_config.enable_prefix_caching, getattr(vllm_config, "model_config", None)
     yield from option_problems(caches, model, vllm_config.parallel_config)
+
+
+def config_problems(vllm_config: VllmConfig, features: Features) -> list[str]:
+    """Return the reasons why kvoffload does not support a configuration, before vLLM has made the KV cache's groups."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if features.lacks:
+        return [_lacking(features)]
+    if model.is_encoder_decoder:
+        return [ENCODER_DECODER]
+    problems = [*option_problems(cache.enable_prefix_caching, model, vllm_config.parallel_config)]
+    if model.is_hybrid:
+        problems += _check_modes("the model", {cache.mamba_cache_mode}, features)
+    return problems
 
 
 def option_problems(caches_prefixes: bool, model: object, parallel: object) -> Iterator[str]:
@@ -173,17 +201,22 @@ def _check_group(number: int, specs: Sequence[KVCacheSpec], features: Features) 
 
 
 def _check_states(number: int, specs: Sequence[KVCacheSpec], features: Features) -> Iterator[str]:
-    """Yield a problem if vLLM does not hand a group's recurrent states to connectors when the states are complete."""
+    modes = {spec.mamba_cache_mode for spec in specs}
+    yield from _check_modes(f"KV cache group {number}", modes, features)
+
+
+def _check_modes(holder: str, modes: set[str], features: Features) -> Iterator[str]:
+    """Yield a problem if vLLM does not hand the holder's recurrent states to connectors when they are complete."""
     if not features.hands_off_states:
         yield (
-            f"KV cache group {number} holds recurrent (Mamba) states, which this vLLM does not hand to connectors; "
+            f"{holder} holds recurrent (Mamba) states, which this vLLM does not hand to connectors; "
             "use vLLM 0.30 or newer, or a model with attention only"
         )
         return
-    modes = sorted({spec.mamba_cache_mode for spec in specs} - {"align"})
-    if modes:
+    others = sorted(modes - {"align"})
+    if others:
         yield (
-            f"KV cache group {number} holds recurrent (Mamba) states in mode {', '.join(modes)}, in which vLLM hands "
+            f"{holder} holds recurrent (Mamba) states in mode {', '.join(others)}, in which vLLM hands "
             "none off; start with --mamba-cache-mode align"
         )
 

@@ -70,7 +70,7 @@ def _write(folder: Path, blocks: int) -> KVIdentity:
     puts["key_bytes"] = _KEY_BYTES
     puts["key"] = np.frombuffer(keys, f"V{_KEY_BYTES}")
     puts["sums"] = random.integers(0, 2**63, (blocks, _RANKS), np.uint64)
-    header = IndexHeader(new_generation(), tuple(map(_file_id, range(_RANKS))), blocks)
+    header = IndexHeader(new_generation(), tuple(map(_file_id, range(_RANKS))), blocks, identity.fingerprint)
     with make_folder(folder, identity, 0) as opened:
         start_index(opened, header, Entries(puts)).close()
     return identity

@@ -58,7 +58,7 @@ class Size:
     def transfer(self, name: str, folder: Path) -> dict[str, Any]:
         """Return the vLLM options that select a connector; empty without a connector.
 
-        Fetches may fill only a quarter of host memory, so host memory has room for four prompts.
+        All open fetches may fill a quarter of host memory, so host memory has room for four prompts.
         """
         from tests.vllm.stock import fs_peer
 

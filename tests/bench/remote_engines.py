@@ -38,7 +38,7 @@ LocalStore: TypeAlias = LocalMooncake | LocalBucket
 _NODE_BYTES = 2**29
 _ANSWER = 4
 _RING, _RING_TOKENS, _CLIENTS = 32, 320, 2
-# Host memory has room for a third of the ring. Fetches may fill a quarter of host memory: one prompt per client.
+# Host memory has room for a third of the ring. All open fetches may fill a quarter of it: one prompt per client.
 _HOST_SHARE = 3
 _FLOAT_BYTES = 4  # of a float32 number in the engine's KV
 

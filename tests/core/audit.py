@@ -51,19 +51,19 @@ def audit_side(side: SchedulerSide) -> list[str]:
 def _copies(side: SchedulerSide) -> Iterator[str]:
     """Yield the differences between the runtime's table of open copies and the core's records."""
     copies = side.copies
-    opened = [(copy.given, copy.is_overdue) for copy in copies.by_job.values() if copy.running]
-    running = Counter((job.direction, is_overdue) for job, is_overdue in opened if job is not None)
+    running = Counter((copy.job.direction, copy.is_overdue) for copy in copies.by_job.values())
     for direction, is_overdue in product(Direction, (False, True)):
         counted, found = copies.count(direction, is_overdue=is_overdue), running[direction, is_overdue]
         if counted != found:
             yield f"open {direction.value}s, overdue {is_overdue}: {counted} counted, {found} found"
-    for request, copy in copies.by_request.items():
-        if request not in copies.awaited and copy.pinned is None:
-            yield f"the copy of {request} is neither awaited nor pinned"
+    for job, copy in copies.by_job.items():
+        if not copy.running:
+            yield f"no rank copies job {job}"
     if not (side.core.state.requests.live or side.core.state.jobs.pending) and side.degraded is None:
-        left = [*copies.awaited, *copies.by_request]
-        if left:
-            yield f"copies of {left} are left"
+        if copies.awaited:
+            yield f"loads of {[*copies.awaited]} are left"
+        if (since := side.observation.pins.oldest) is not None:
+            yield f"something is pinned since {since}"
 
 
 def _without_pool(state: CoreState, stores: Stores) -> Iterator[str]:

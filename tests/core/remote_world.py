@@ -78,11 +78,19 @@ class RemoteWorld(LowerWorld):
         super().reset()
         self.namespace = f"print/own {self.resets}"
 
-    def add(self, name: str, text: str, *, reads_cache: bool = True, answers: bool = True) -> Req:
+    def add(
+        self,
+        name: str,
+        text: str,
+        *,
+        reads_cache: bool = True,
+        limits: facts.Limits = facts.NO_LIMITS,
+        answers: bool = True,
+    ) -> Req:
         """Add a request as in `World`. Without `answers`, the remote tier answers when the test calls
         `answer`.
         """
-        request = super().add(name, text, reads_cache=reads_cache)
+        request = super().add(name, text, reads_cache=reads_cache, limits=limits)
         asks = self.remote.take_asks()
         self.asked += [Ask(*ask, self.namespace) for ask in asks]
         if answers:

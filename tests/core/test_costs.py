@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload.model import facts
 from kvoffload.model.ids import RequestId
-from tests.core.world import TEXT, Req, World, full, handle, window
+from tests.core.world import TEXT, Req, World, full, window
 from tests.operations import calls, lines
 
 
@@ -34,7 +34,7 @@ def scenes(world: World, busy: Req) -> dict[str, Callable[[], object]]:
     core = world.core
 
     def tell(fact: facts.Fact) -> None:
-        handle(core, fact)
+        core.handle(fact)
         core.plan()
         core.take_results()
         core.state.tally.take()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import MissCause, TierOutcome
-from kvoffload.model.events import LookupDeferred
-from kvoffload.model.ids import SlotId
+from kvoffload.model.events import LookupDeferred, PrefixExceedsHost, TierCopyScheduled
+from kvoffload.model.ids import RequestId, SlotId
 from tests.core.disk_world import DiskWorld
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT, LowerWorld
 from tests.core.remote_world import RemoteWorld
-from tests.core.world import CORRUPT, DONE, FAILED
+from tests.core.world import CORRUPT, DONE, FAILED, Req, keys_of
 
 CAUSES = {DiskWorld: MissCause.ON_DISK, RemoteWorld: MissCause.IN_REMOTE}
 
@@ -55,7 +57,7 @@ def test_open_spills_pin_at_most_an_eighth_of_the_host(kind: Kind) -> None:
 
 @on_each_tier
 def test_blocks_only_on_a_lower_tier_are_fetched_and_then_loaded(kind: Kind) -> None:
-    world = kind.holding(TEXT, host=8, ranks=2)
+    world = kind.holding(TEXT, host=16, ranks=2)
     assert (world.on_host(TEXT), world.below(TEXT)) == ("....", "xxx.")
     request = world.add("late", TEXT)
     assert world.lookup(request) is None
@@ -63,9 +65,8 @@ def test_blocks_only_on_a_lower_tier_are_fetched_and_then_loaded(kind: Kind) -> 
     world.idle_step()
     assert world.lookup(request) is None
     world.finish()
-    assert world.on_host(TEXT) == "xx.."  # a fetch may fill a quarter of the host
-    assert world.admit(request) == 8
-    assert world.miss() is CAUSES[kind]
+    assert world.on_host(TEXT) == "xxx."
+    assert world.admit(request) == 12
     world.load_and_run(request)
 
 
@@ -95,6 +96,210 @@ def test_r14_one_prefix_on_a_lower_tier_is_fetched_once(kind: Kind) -> None:
     world.finish()
     assert world.admit(requests[0]) == 12
     assert world.copied(LOAD) == 3
+
+
+# -- prefixes that need several rounds of fetches -----------------------------------------------------------------
+
+LONG = "".join(map(chr, range(33, 33 + 85)))
+"""21 blocks and a token."""
+
+
+def next_engine(kind: Kind, *texts: str, host: int, is_growing: bool = False, blocks: int = 64) -> LowerWorld:
+    """Return an engine with an empty host. Another engine has left these texts on the tier."""
+    sizes: dict[str, Any] = {"disk": blocks} if kind is DiskWorld else {"hints": blocks}
+    first = kind(host=blocks, device=blocks, **sizes)
+    for text in texts:
+        first.serve_twice(text)
+    left: dict[str, Any] = {"before": first} if isinstance(first, DiskWorld) else {"store": first.store}
+    return kind(host=host, is_growing=is_growing, device=blocks, **sizes, **left)
+
+
+def rounds(world: LowerWorld) -> list[int]:
+    """Return how many blocks each fetch was planned for."""
+    return [each.blocks for each in world.reported(TierCopyScheduled) if each.direction is LOAD]
+
+
+def wait_for_rounds(world: LowerWorld, request: Req) -> None:
+    """Look up a request and end the fetches, until the request is admitted."""
+    while world.admit(request) is None:
+        world.copy_all()
+
+
+@on_each_tier
+def test_a_prefix_that_fills_the_host_is_fetched_in_rounds_and_each_block_is_read_once(kind: Kind) -> None:
+    world = next_engine(kind, LONG[:65], host=16)
+    request = world.add("late", LONG[:65])
+    wait_for_rounds(world, request)
+    assert request.brought == (0, 64)
+    assert rounds(world) == [4, 2, 2, 2, 2, 2, 2]
+    assert world.copied(LOAD) == 16
+    world.load_and_run(request)
+    world.end_and_drain(request)
+    assert world.reported(PrefixExceedsHost) == []
+
+
+@on_each_tier
+def test_of_a_prefix_that_is_longer_than_the_host_the_head_is_fetched_and_the_first_is_reported(
+    kind: Kind,
+) -> None:
+    world = next_engine(kind, LONG, LONG[::-1], host=16)
+    for number, text in enumerate((LONG, LONG[::-1])):
+        request = world.add(f"late{number}", text)
+        wait_for_rounds(world, request)
+        assert request.brought == (0, 64)
+        assert world.miss() is CAUSES[kind]
+        world.load_and_run(request)
+        world.end_and_drain(request)
+    assert world.reported(PrefixExceedsHost) == [PrefixExceedsHost(RequestId("late0"), 21, 16)]
+
+
+@on_each_tier
+@pytest.mark.parametrize("is_fetching", [True, False])
+def test_stores_between_rounds_evict_no_fetched_block(kind: Kind, is_fetching: bool) -> None:
+    world = next_engine(kind, LONG[:49], host=16)
+    runs = world.admitted("runs", OTHER + OTHER)
+    request = world.add("late", LONG[:49])
+    while world.copied(LOAD) < (10 if is_fetching else 12):
+        assert world.lookup(request) is None
+        world.copy_all()
+    if is_fetching:
+        assert world.lookup(request) is None
+    world.run(runs)
+    world.finish()
+    assert (world.on_host(LONG[:49]), world.on_host(runs.text)) == ("x" * 12, "xxxx....")
+    wait_for_rounds(world, request)
+    assert request.brought == (0, 48)
+    assert world.copied(LOAD) == 12
+
+
+@on_each_tier
+def test_rounds_leave_an_eighth_of_the_host_to_other_requests(kind: Kind) -> None:
+    world = next_engine(kind, LONG[:65], host=16)
+    runs = world.admitted("runs", OTHER)
+    request = world.add("late", LONG[:65])
+    wait_for_rounds(world, request)
+    assert request.brought == (0, 56)
+    world.run(runs)
+    world.finish()
+    assert world.on_host(OTHER) == "xx.."
+
+
+@on_each_tier
+def test_a_first_round_may_fill_the_last_slots_of_the_host(kind: Kind) -> None:
+    world = next_engine(kind, TEXT, host=8)
+    world.end(world.add("first", TEXT))  # so that no warm start fetches the text
+    world.run(world.admitted("runs", LONG[:29]))
+    world.finish()
+    assert world.pool.room == 1
+    assert world.admit(world.fetched("late", TEXT)) == 4
+
+
+@on_each_tier
+def test_slots_that_another_request_holds_for_the_same_prefix_take_no_room(kind: Kind) -> None:
+    world = next_engine(kind, LONG[:53], host=16)
+    head = world.add("head", LONG[:33])
+    wait_for_rounds(world, head)
+    world.load_and_run(head)
+    world.device.forget_keys()
+    request = world.add("late", LONG[:53])
+    wait_for_rounds(world, request)
+    assert request.brought == (0, 52)
+    assert world.copied(LOAD) == 13
+
+
+@on_each_tier
+def test_a_request_reads_no_more_blocks_than_the_host_has_slots(kind: Kind) -> None:
+    world = next_engine(kind, LONG[:65], host=16)
+    request = world.add("late", LONG[:65])
+    for _ in range(20):
+        if world.admit(request) is not None:
+            break
+        world.copy_all()
+        for key in keys_of(request.text, world.groups[0]):
+            if key in world.pool.index:
+                world.lose(key)
+    assert (request.brought, world.copied(LOAD)) == ((0, 0), 16)
+
+
+@on_each_tier
+def test_a_host_that_is_still_growing_is_not_reported_as_too_small(kind: Kind) -> None:
+    world = next_engine(kind, LONG, host=4, is_growing=True)
+    wait_for_rounds(world, world.add("late", LONG))
+    assert world.reported(PrefixExceedsHost) == []
+
+
+@on_each_tier
+def test_a_long_prefix_leaves_room_for_other_requests_fetches(kind: Kind) -> None:
+    world = next_engine(kind, LONG, OTHER, host=32)
+    first = world.add("first", LONG)
+    assert world.lookup(first) is None
+    world.copy_all()
+    assert world.lookup(first) is None
+    other = world.add("other", OTHER)
+    assert rounds(world) == [8, 4, 3]
+    world.copy_all()
+    assert world.admit(other) == 12
+
+
+@on_each_tier
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_long_prefix_waits_for_its_turn_while_others_are_fetched(kind: Kind, fails: bool) -> None:
+    world = next_engine(kind, LONG, OTHER + OTHER[::-1], TEXT + TEXT[::-1], LONG[::-1], host=32, blocks=128)
+    first = world.add("first", LONG)
+    assert world.lookup(first) is None
+    world.copy_all()
+    assert world.lookup(first) is None
+    world.add("other", OTHER + OTHER[::-1])
+    world.idle_step()
+    own, others = world.tier_jobs(LOAD)
+    world.finish(own, outcome=FAILED if fails else DONE)
+    if fails:  # The request gets no other fetch, and waits for none.
+        assert world.lookup(first) == 32
+        return
+    assert world.lookup(first) is None
+    world.add("another", TEXT + TEXT[::-1])
+    assert rounds(world) == [8, 4, 4, 4]
+    assert world.lookup(world.add("has fetched nothing", LONG[::-1])) == 0
+    world.finish(others)
+    wait_for_rounds(world, first)
+    assert first.brought == (0, 84)
+
+
+@on_each_tier
+def test_a_request_that_no_longer_waits_holds_its_prefix_once(kind: Kind) -> None:
+    world = next_engine(kind, LONG, host=32)
+    request = world.fetched("late", LONG)
+    for _ in range(3):
+        assert world.lookup(request, may_wait=False)
+        world.copy_all()
+    assert set(world.pool.holds.values()) == {1}
+    world.end(request)
+    assert world.pool.holds == {}
+    world.drain()
+
+
+@on_each_tier
+def test_a_running_request_with_a_long_prefix_leaves_room_for_stores(kind: Kind) -> None:
+    world = next_engine(kind, LONG[:65], host=16)
+    request = world.add("late", LONG[:65])
+    wait_for_rounds(world, request)
+    world.load_and_run(request)
+    assert len(world.pool.holds) == 12
+    world.serve("other", OTHER[:13])
+    assert (world.on_host(LONG[:65]), world.on_host(OTHER)) == ("x" * 13 + "...", "xxx.")
+    world.end_and_drain(request)
+    assert world.eviction_order()[3:] == keys_of(LONG, world.groups[0])[12::-1]
+
+
+@on_each_tier
+def test_r8_a_running_request_holds_blocks_that_no_lower_tier_has(kind: Kind) -> None:
+    world = kind(host=16, min_hits=2)
+    world.only_on_host(LONG[:65])
+    request = world.admitted("late", LONG[:65])
+    world.load_and_run(request)
+    assert len(world.pool.holds) == 16
+    world.serve("other", OTHER)
+    assert (world.on_host(LONG[:65]), world.on_host(OTHER)) == ("x" * 16, "....")
 
 
 # -- ranks ------------------------------------------------------------------------------------------------------

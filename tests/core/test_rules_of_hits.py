@@ -10,7 +10,7 @@ from kvoffload.model.events import FactRejected, HitDropped, LoadScheduled, Look
 from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 from kvoffload.model.wire import NOTHING, Direction, TransferReport
 from tests.core.fingerprint import fingerprint
-from tests.core.world import CORRUPT, DONE, FAILED, TEXT, World, cached, full, handle, key_at, window
+from tests.core.world import CORRUPT, DONE, FAILED, TEXT, World, cached, full, key_at, window
 
 
 def violations(world: World) -> list[RejectionCause]:
@@ -222,7 +222,7 @@ def test_r2_a_fact_that_breaks_the_contract_is_counted_and_changes_nothing(what:
 def test_r2_an_unknown_request_finds_nothing_and_does_not_wait_for_tokens() -> None:
     world = World()
     assert world.core.lookup(NOBODY, 0, may_wait=True) == 0
-    handle(world.core, facts.BlocksAllocated(NOBODY, BLOCK, 0, 4))
+    world.core.handle(facts.BlocksAllocated(NOBODY, BLOCK, 0, 4))
     assert world.core.take_results().failed == [NOBODY]
 
 
@@ -517,7 +517,7 @@ def test_a_load_without_blocks_ends_at_once() -> None:
     name = RequestId("a")
     request = world.add("a", TEXT)
     world.lookup(request)
-    handle(world.core, facts.BlocksAllocated(name, ((DeviceBlockId(0),) * 3,), 0, 12))
+    world.core.handle(facts.BlocksAllocated(name, ((DeviceBlockId(0),) * 3,), 0, 12))
     assert world.core.take_results().loaded == [name]
     assert world.submit() == NOTHING
     assert world.count(SlotState.PINNED) == 0

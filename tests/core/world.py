@@ -9,7 +9,7 @@ its invariants and audits the core.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -81,29 +81,6 @@ def keys_of(text: str, group: GroupSpec) -> list[BlockKey]:
 
 def key_of(text: str, group: GroupSpec, position: int) -> BlockKey:
     return key_at(text, (position + 1) * group.block_tokens, group.group)
-
-
-def handle(core: OffloadCore, fact: facts.Fact) -> None:
-    handlers: dict[type[facts.Fact], Callable[[Any], None]] = {
-        facts.RequestSeen: core.request_seen,
-        facts.BlocksAllocated: core.blocks_allocated,
-        facts.StepScheduled: core.step_scheduled,
-        facts.RequestEnded: core.request_ended,
-        facts.TransferReported: core.transfer_reported,
-        facts.JobOverdue: core.job_overdue,
-        facts.CacheReset: core.cache_reset,
-        facts.InvariantBroken: core.invariant_broken,
-    }
-    if core.state.tiers:
-        lower = core.lower_tiers
-        handlers |= {
-            facts.DiskRestored: lower.disk_restored,
-            facts.DiskClosed: lower.disk_closed,
-            facts.RemoteOpened: lower.remote_opened,
-            facts.RemoteLost: lower.remote_lost,
-            facts.RemoteAnswered: lower.remote_answered,
-        }
-    handlers[type(fact)](fact)
 
 
 def left_behind(core: OffloadCore) -> dict[str, object]:
@@ -345,7 +322,7 @@ class World:
 
     def tell(self, fact: facts.Fact) -> None:
         """Pass a fact to the core, as the runtime does, and check all invariants."""
-        handle(self.core, fact)
+        self.core.handle(fact)
         self._settle()
 
     def _settle(self) -> None:
@@ -377,12 +354,14 @@ class World:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def add(self, name: str, text: str, *, reads_cache: bool = True) -> Req:
+    def add(
+        self, name: str, text: str, *, reads_cache: bool = True, limits: facts.Limits = facts.NO_LIMITS
+    ) -> Req:
         request = Req(RequestId(name), text)
         self.requests[name] = request
         keys = tuple(tuple(keys_of(text, group)) for group in self.groups)
         request.reported_keys = [len(each) for each in keys]
-        self.tell(facts.RequestSeen(request.name, len(text), keys, reads_cache, self.persists))
+        self.tell(facts.RequestSeen(request.name, len(text), keys, reads_cache, self.persists, limits))
         return request
 
     def lookup(self, request: Req, *, may_wait: bool = True, least: int = 0) -> int | None:
@@ -569,6 +548,13 @@ class World:
         self.load_and_run(request)
         self.end_and_drain(request)
         return request
+
+    def serve_limited(self, name: str, text: str, limits: facts.Limits) -> None:
+        """Serve a request that has limits of its own."""
+        request = self.add(name, text, limits=limits)
+        self.admit(request)
+        self.load_and_run(request)
+        self.end_and_drain(request)
 
     # -- ranks --------------------------------------------------------------------------------------------------
 

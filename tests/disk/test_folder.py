@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.disk.folder import lock_folder, make_folder
+from kvoffload.disk.folder import describe, lock_folder, make_folder
 from kvoffload.disk.identity import KVIdentity, groups_of
 from kvoffload.disk.open_folder import open_folder
 from kvoffload.model.engine import EngineShape
@@ -41,10 +41,32 @@ def test_each_identity_has_its_own_folder(tmp_path: Path) -> None:
 
 
 def test_the_folder_has_a_description_of_its_identity(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path / "not" / "there", IDENTITY, 0).path
-    said = json.loads((folder.parent / "identity.json").read_text())
-    assert said["weights"] == "commit 1234"
-    assert said["format"] == 1
+    folder = make_folder(tmp_path / "not" / "there", IDENTITY, 0)
+    assert describe(folder, IDENTITY) == describe(folder, IDENTITY) == []
+    (path,) = (one for one in folder.path.parent.iterdir() if one != folder.path)
+    said = json.loads(path.read_text())
+    assert (path.name, said["weights"], said["format"]) == ("identity.json", "commit 1234", 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "differ"),
+    [
+        (replace(IDENTITY, weights="commit 1", settings={}).as_parts(), ["settings", "weights"]),
+        ({}, sorted(IDENTITY.as_parts())),
+        (["a list"], []),
+        (7, []),
+        (None, []),
+    ],
+    ids=["other KV", "no parts", "a list", "a number", "cut by a power failure"],
+)
+def test_the_description_of_other_kv_is_replaced_and_the_parts_that_differ_are_returned(
+    tmp_path: Path, found: object, differ: list[str]
+) -> None:
+    folder = make_folder(tmp_path, IDENTITY, 0)
+    path = folder.path.parent / "identity.json"
+    path.write_text("" if found is None else json.dumps(found))
+    assert describe(folder, IDENTITY) == differ
+    assert json.loads(path.read_text())["weights"] == "commit 1234"
 
 
 def test_only_this_user_can_open_the_folder(tmp_path: Path) -> None:

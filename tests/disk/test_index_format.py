@@ -24,7 +24,8 @@ from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import DiskRecord, Invalidate, Put, Use
 
 SLOTS = 8
-HEADER = IndexHeader(b"g" * 16, (b"first file's id.", b"other file's id."), SLOTS)
+FINGERPRINT = "0123456789abcdef" * 2
+HEADER = IndexHeader(b"g" * 16, (b"first file's id.", b"other file's id."), SLOTS, FINGERPRINT)
 
 
 def put(slot: int, key: int = 0) -> Put:
@@ -45,7 +46,7 @@ def encoded(*batches: list[DiskRecord], header: IndexHeader = HEADER) -> bytes:
 
 
 def read(data: bytes) -> IndexContents:
-    return read_index(data, SLOTS)
+    return read_index(data, SLOTS, FINGERPRINT)
 
 
 def entries(data: bytes) -> list[Put]:
@@ -136,7 +137,7 @@ def test_any_bytes_can_be_read(data: bytes) -> None:
         (b"", "it is empty, or was erased by a reset"),
         (bytes(200), "it is empty, or was erased by a reset"),
         (b"OTHERIDX" + bytes(100), "it begins with b'OTHERIDX', not with b'KVOINDEX'"),
-        (b"KVOINDEX\1\0\0\0" + bytes(100), "its format is version 1, not 2"),
+        (b"KVOINDEX\2\0\0\0" + bytes(100), "its format is version 2, not 3"),
         (encoded()[:20], "it ends after 20 bytes, in its header"),
         (encoded()[:-1], "its header is incomplete or damaged"),
         # The header claims four billion ranks, but their ids are missing.
@@ -169,7 +170,7 @@ FOREIGN = {
 def test_r17_a_batch_of_another_generation_place_or_tier_key_is_not_read(
     header: IndexHeader, batch: bytes
 ) -> None:
-    found = read_index(encoded([put(0, 0)], header=header) + batch, SLOTS, header.key)
+    found = read_index(encoded([put(0, 0)], header=header) + batch, SLOTS, FINGERPRINT, header.key)
     assert (found.entries.puts(), found.is_cut) == ([put(0, 0)], True)
 
 
@@ -188,16 +189,17 @@ def test_keys_of_any_length_up_to_the_maximum_and_with_trailing_zeros_are_read()
 
 def test_in_a_smaller_file_only_entries_of_its_slots_are_read() -> None:
     data = encoded([put(slot, slot) for slot in (5, 0, 1, 4)])
-    found = read_index(data, 5).entries
+    found = read_index(data, 5, FINGERPRINT).entries
     assert (found.puts(), found.free(5)) == ([put(0, 0), put(1, 1), put(4, 4)], [3, 2])
 
 
 def test_an_index_with_a_tier_key_is_read_with_this_key() -> None:
     data = encoded([put(0, 0)], [put(1, 1), use(0)], header=KEYED)
-    found = read_index(data, SLOTS, KEY)
+    found = read_index(data, SLOTS, FINGERPRINT, KEY)
     assert found.entries.puts() == [put(1, 1), put(0, 0)]
-    again, batches = encode_index(found.header, found.entries)
-    assert (read_index(again, SLOTS, KEY).entries.puts(), batches) == ([put(1, 1), put(0, 0)], 1)
+    written, batches = encode_index(found.header, found.entries)
+    again = read_index(written, SLOTS, FINGERPRINT, KEY)
+    assert (again.entries.puts(), batches) == ([put(1, 1), put(0, 0)], 1)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +207,19 @@ def test_an_index_with_a_tier_key_is_read_with_this_key() -> None:
 )
 def test_r17_an_index_whose_header_was_written_without_the_tier_key_is_refused(other: TierKey | None) -> None:
     data = encoded([put(0, 0)], header=replace(HEADER, key=other))
-    assert len(read_index(data, SLOTS, other).entries) == 1
+    assert len(read_index(data, SLOTS, FINGERPRINT, other).entries) == 1
     with pytest.raises(NotAnIndex, match="its header"):
-        read_index(data, SLOTS, KEY)
+        read_index(data, SLOTS, FINGERPRINT, KEY)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["checksum", "tier key"])
+def test_r18_an_index_of_another_fingerprint_is_refused_and_its_fingerprint_is_named(
+    key: TierKey | None,
+) -> None:
+    made = replace(HEADER, fingerprint="f" * 32, key=key)
+    data = encoded([put(0, 0)], header=made)
+    with pytest.raises(NotAnIndex, match=r"made for other KV, with the fingerprint 'f{32}'"):
+        read_index(data, SLOTS, FINGERPRINT, key)
+    renamed = data.replace(made.fingerprint.encode(), FINGERPRINT.encode())
+    with pytest.raises(NotAnIndex, match="its header is incomplete or damaged"):
+        read_index(renamed, SLOTS, FINGERPRINT, key)

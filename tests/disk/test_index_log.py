@@ -14,7 +14,7 @@ from tests.disk import test_index_format
 from tests.disk.blocks import fails_with, open_descriptors
 from tests.disk.test_index_format import invalidate, put, use
 
-HEADER = replace(test_index_format.HEADER, slots=1000)
+HEADER = replace(test_index_format.HEADER, slots=1000, fingerprint="")
 
 
 def load(folder: Path) -> IndexContents:

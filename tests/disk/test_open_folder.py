@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.disk.folder import caution, lock_folder, make_folder
+from kvoffload.disk.folder import caution, describe, lock_folder, make_folder
 from kvoffload.disk.index import NotAnIndex, load_index, remove_index, start_index
 from kvoffload.disk.open_folder import close_locked, lock, open_folder
 from kvoffload.disk.slot_file import open_slot_file
@@ -26,6 +26,7 @@ def identify(folder: Path) -> None:
 
 
 USES: dict[str, Callable[[Path], object]] = {
+    "identity.json": lambda folder: describe(open_folder(folder).make("replica0"), IDENTITY),
     "index": lambda folder: load_index(open_folder(folder), HEADER.slots),
     "lock": lambda folder: lock_folder(open_folder(folder)),
     "slots0": lambda folder: open_slot_file(open_folder(folder), shape_of(0), 4),
@@ -99,13 +100,18 @@ def test_an_unsafe_folder_is_refused(tmp_path: Path, kind: str, *, is_parent: bo
     assert open_descriptors() == files
 
 
-def test_a_root_that_all_users_can_write_to_causes_a_warning_unless_it_is_sticky(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bits", "who"), [(0o022, "every user"), (0o020, "every user of its group")])
+def test_a_root_that_others_can_write_to_causes_a_warning_unless_it_is_sticky(
+    tmp_path: Path, bits: int, who: str
+) -> None:
     root = tmp_path / "disk"
     assert caution(root) == ""
     root.mkdir()
-    root.chmod(0o777)
-    assert "every user may rename" in caution(root / "below")
-    root.chmod(0o1777)
+    root.chmod(0o755)
+    assert caution(root) == ""
+    root.chmod(0o755 | bits)
+    assert caution(root / "below").startswith(f"{who} may rename")
+    root.chmod(0o1755 | bits)
     assert caution(root) == ""
 
 

@@ -41,7 +41,7 @@ class Writer:
     def __init__(self, folder: Path) -> None:
         self.folder = open_folder.open_folder(folder)
         self.files = open_files(folder)
-        self.header = IndexHeader(new_generation(), tuple(file.id for file in self.files), SLOTS)
+        self.header = IndexHeader(new_generation(), tuple(file.id for file in self.files), SLOTS, "")
         self.log = start_index(self.folder, self.header)
         self.held: dict[SlotId, Put] = {}
         self._buffer = aligned_buffer(self.files[0].shape.pitch)

@@ -30,10 +30,10 @@ Opened = Callable[..., SlotFile]
 def opened(tmp_path: Path) -> Iterator[Opened]:
     files: list[SlotFile] = []
 
-    def make(slots: int = 4, shape: SlotShape = SHAPE) -> SlotFile:
+    def make(slots: int = 4, shape: SlotShape = SHAPE, fingerprint: str = "") -> SlotFile:
         while files:
             files.pop().close()
-        files.append(open_slot_file(open_folder(tmp_path), shape, slots))
+        files.append(open_slot_file(open_folder(tmp_path, fingerprint), shape, slots))
         return files[-1]
 
     yield make
@@ -120,14 +120,14 @@ def test_every_byte_of_the_header_counts(opened: Opened, tmp_path: Path) -> None
 
 
 def with_header(data: bytes, slots: int = 4, **other: Any) -> bytes:  # noqa: ANN401  # a shape's fields
-    return slot_file._header(b"the file's ident", replace(SHAPE, **other), slots) + data[PAGE:]
+    return slot_file._header(b"the file's ident", "", replace(SHAPE, **other), slots) + data[PAGE:]
 
 
 # for each case: how the file changes, and why it is replaced
 SPOILED: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda data: b"", "it has 0 bytes"),
     "other format": (lambda data: b"OTHERFMT" + data[8:], "it begins with b'OTHERFMT', not with b'KVOSLOTS'"),
-    "other version": (lambda data: data[:8] + b"\2" + data[9:], "its format is version 2, not 1"),
+    "other version": (lambda data: data[:8] + b"\1" + data[9:], "its format is version 1, not 2"),
     "a byte short": (lambda data: data[:-1], f"its {SIZE - 1} bytes end before the last of 4"),
     "a slot short": (
         lambda data: data[: -SHAPE.pitch],
@@ -157,6 +157,16 @@ def test_a_damaged_or_foreign_slot_file_is_replaced_with_one_warning(
     (line,) = lines
     assert (line["event"], line["log_level"], line["file"]) == ("slot_file_replaced", "warning", str(path))
     assert reason in line["reason"]
+
+
+def test_r18_a_slot_file_of_another_fingerprint_is_replaced_and_the_log_is_left_to_the_index(
+    opened: Opened,
+) -> None:
+    file = opened(fingerprint="a" * 32)
+    write(file, 3, some_bytes(3))
+    with capture_logs() as lines:
+        again = opened(fingerprint="b" * 32)
+    assert (again.id != file.id, read(again, 3), lines) == (True, bytes(SHAPE.slot_bytes), [])
 
 
 def test_growing_a_slot_file_keeps_its_slots(opened: Opened) -> None:

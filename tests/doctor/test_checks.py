@@ -7,6 +7,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -187,6 +188,49 @@ def test_host_pool(
     found = ask(memory.CHECKS, "host pool", known, machine(tmp_path))
     assert found[0] == verdict
     assert text in found[1]
+
+
+ON_DISK = {"disk_path": Path("disk"), "disk_bytes": GIB}
+
+
+@pytest.mark.parametrize(
+    ("tier", "host", "device", "expected"),
+    [
+        ({}, 8 * GIB, 5, ""),
+        (ON_DISK, 8 * GIB, None, ""),
+        (ON_DISK, GIB, 5, ""),
+        (ON_DISK, 8 * GIB, 4, "ok: "),
+        (ON_DISK, 8 * GIB, 5, "warning: of a prompt with more than 4 blocks, disk and remote tier"),
+        ({"remote_url": "s3://bucket/prefix"}, 8 * GIB, 5, "warning: of a prompt with more than 4 blocks"),
+    ],
+)
+def test_longest_prefix(tier: dict[str, Any], host: int, device: int | None, expected: str) -> None:
+    known = setup(host_bytes=host, sizes=Sizes(2, GIB, (), device), **tier)
+    found = run_checks([memory.LONGEST_PREFIX], known)
+    assert "".join([f"{one.verdict}: {one.text}" for one in found]).startswith(expected)
+    assert bool(found) is bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "policy", "verdict", "text"),
+    [
+        (
+            50 * GIB,
+            "eager",
+            "warning",
+            "512.0 MiB on the host, 50.0 GiB on the device, on each rank (by bytes)",
+        ),
+        (50 * GIB, "lazy", "ok", "0.0 times as many"),
+        (GIB // 4, "eager", "ok", "2.0 times as many"),
+        (None, "eager", "unknown", "whether the host holds more"),
+    ],
+)
+def test_without_a_blocks_size_host_and_device_are_compared_by_bytes(
+    tmp_path: Path, device: int | None, policy: str, verdict: str, text: str
+) -> None:
+    known = setup(host_bytes=GIB, store_policy=policy, sizes=Sizes(2, device_bytes=device))
+    found = ask(memory.CHECKS, "host pool", known, machine(tmp_path))
+    assert (found[0], text in found[1]) == (verdict, True), found
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,15 @@ def test_host_memory_is_compared_with_ranks_machine_and_blocks(
     assert text in found[check]["finding"]
 
 
+def test_the_kv_cache_of_the_line_is_compared_by_bytes_if_the_model_is_not_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = ("--", "--model", "org/model", "-tp", "2", "--kv-cache-memory-bytes", "50G")
+    code, found = doctor(capsys, *ENOUGH, *line, "--kv-transfer-config.kv_connector", "Other")
+    assert (code, found["host pool"]["verdict"]) == (1, "warning")
+    assert "several times the device's 100.0 GiB" in found["host pool"]["remedy"]
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [

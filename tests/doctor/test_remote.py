@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from kvoffload.checks.outputs import CHECKS
-from kvoffload.model.errors import RemoteError
-from kvoffload.remote.bucket import BucketStore
 from tests.doctor.trees import ask, machine, setup
+from tests.remote.http_servers import BUCKET, S3Server
+from tests.remote.servers import SecureBucket
 
 
 def found(url: str, tmp_path: Path) -> tuple[str, str]:
@@ -48,25 +50,56 @@ def test_a_store_that_does_not_answer_is_a_warning(
     assert "secret" not in text
 
 
-@pytest.mark.parametrize("is_granted", [True, False])
-def test_a_bucket_that_refuses_writes_is_a_warning(
-    is_granted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with closing(S3Server()) as made:
+        made.reach(monkeypatch)
+        yield made
+
+
+def test_a_bucket_that_refuses_writes_is_a_warning(server: S3Server, tmp_path: Path) -> None:
+    server.override = lambda request: (403, {}, b"") if request.command == "PUT" else None
+    verdict, text = found(f"s3://{BUCKET}", tmp_path)
+    assert verdict == "warning"
+    assert text == (
+        f"s3://{BUCKET}/ fails: 403 Forbidden on a write: this engine would read the bucket and add nothing to it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("lacks", "words"),
+    [
+        ("start-after", "ignores start-after in listings"),
+        ("conditions", "has no conditional writes"),
+        ("ranges", "answers a range with the whole object: nothing would be shared"),
+    ],
+)
+def test_what_an_s3_server_lacks_is_a_warning(
+    server: S3Server, tmp_path: Path, lacks: str, words: str
 ) -> None:
-    written: dict[str, bytes] = {}
+    server.lacks.add(lacks)
+    verdict, text = found(f"s3://{BUCKET}", tmp_path)
+    assert verdict == "warning"
+    assert words in text
 
-    def replace(_: BucketStore, name: str, data: bytes) -> None:
-        if not is_granted:
-            raise RemoteError("s3://bucket fails: 403 Forbidden")
-        written[name] = data
 
-    monkeypatch.setenv("AWS_ENDPOINT", "https://127.0.0.1:1")
-    monkeypatch.setattr(BucketStore, "read", lambda *_: None)
-    monkeypatch.setattr(BucketStore, "replace", replace)
-    verdict, text = found("s3://bucket", tmp_path)
-    if is_granted:
-        assert (verdict, written) == ("ok", {"kvo1/probe": b""})
-    else:
-        assert verdict == "warning"
-        assert text == (
-            "s3://bucket fails: 403 Forbidden on a write: this engine would read the bucket and add nothing to it"
+def test_a_bucket_with_tls_that_does_everything_is_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(SecureBucket(tmp_path)) as bucket:
+        bucket.reach(monkeypatch)
+        monkeypatch.setenv("SSL_CERT_FILE", str(bucket.certificate))
+        assert found(bucket.url, tmp_path) == ("ok", f"{bucket.url}/ answers")
+
+
+@pytest.mark.parametrize("method", ["PUT", "GET"])
+def test_no_status_of_a_server_that_repeats_secrets_takes_them_to_a_finding(
+    server: S3Server, tmp_path: Path, method: str
+) -> None:
+    secret = "session-token-of-an-engine"
+    for status in (301, 400, 401, 403, 404, 409, 412, 416, 501, 507):
+        server.override = lambda request, status=status: (  # type: ignore[misc]
+            (status, {}, f"<Code>{secret}</Code>".encode()) if request.command == method else None
         )
+        _, text = found(f"s3://{BUCKET}", tmp_path)
+        assert secret not in text

@@ -157,6 +157,9 @@ WORLDS: Mapping[str, SmallWorld] = {
     "fetches and evictions": SmallWorld(
         texts={"a": LONG, "b": OTHER}, on_disk=(LONG,), faults="spoil", device=8, host=2, disk=3
     ),
+    "fetches in rounds": SmallWorld(
+        texts={"a": LONG, "b": SHORT}, on_disk=(LONG,), faults="fail late reset preempt", host=4, disk=2
+    ),
     "a window's fetch": SmallWorld(
         _WINDOW, _ONE, "fail reset restart", device=7, host=8, disk=2, on_disk=(LONG,)
     ),

@@ -93,8 +93,8 @@ def r4_one_rank_is_enough() -> list[Patch]:
 def r4_late_rank_is_ignored() -> list[Patch]:
     real = Job.reported
 
-    def reported(self: Job, rank: Rank, outcome: CopyOutcome) -> bool:
-        return (rank == 0 or outcome is CopyOutcome.DONE) and real(self, rank, outcome)
+    def reported(self: Job, rank: Rank, outcome: CopyOutcome, copy_s: float) -> bool:
+        return (rank == 0 or outcome is CopyOutcome.DONE) and real(self, rank, outcome, copy_s)
 
     return [(Job, "reported", reported)]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.remote.servers import Bucket, Mooncake
+from tests.remote.servers import Bucket, Mooncake, Moto, Reached
 from tests.remote.sharing import Served, StartEngine
 
 
@@ -24,6 +24,12 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moto]:
+    with closing(Moto(tmp_path_factory.mktemp("moto"))) as server:
+        yield server
+
+
 @pytest.fixture
 def own_mooncake(tmp_path: Path) -> Iterator[Callable[..., Mooncake]]:
     """Yield a function that starts a Mooncake server which the test may break."""
@@ -35,11 +41,11 @@ def own_mooncake(tmp_path: Path) -> Iterator[Callable[..., Mooncake]]:
         yield begin
 
 
-@pytest.fixture(params=["mooncake", "bucket"])
+@pytest.fixture(params=["mooncake", "bucket", "moto"])
 def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Run the test with each kind of remote tier; return its URL. The credentials are in the environment."""
-    server: Mooncake | Bucket = request.getfixturevalue(request.param)
-    if isinstance(server, Bucket):
+    server: Mooncake | Bucket | Moto = request.getfixturevalue(request.param)
+    if isinstance(server, Reached):
         server.reach(monkeypatch)
     return server.url
 

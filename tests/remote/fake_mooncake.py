@@ -14,18 +14,19 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 _encode = msgspec.msgpack.encode
 # What the process sends to the engine's process in place of the client's result.
-_ANSWERS: dict[str, Callable[[object], bytes]] = {
+_ANSWERS: dict[str, Callable[[Any], bytes]] = {
     "a number": lambda _: _encode(7),
     "no result": lambda _: _encode(None),
     "three parts": lambda _: _encode((None, None, None)),
-    "texts": lambda result: _encode([str(code) for code in result]),  # type: ignore[attr-defined]
+    "texts": lambda result: _encode([str(code) for code in result]),
     "too few": lambda _: _encode([]),
-    "too many": lambda result: _encode(result * 2),  # type: ignore[operator]
+    "too many": lambda result: _encode(result * 2),
     "a flood": lambda _: _encode([0] * 2**22),
     "garbage": lambda _: b"garbage",
     "closes": lambda _: sys.exit(),  # this ends only the thread, which closes the connection

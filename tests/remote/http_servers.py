@@ -9,10 +9,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+if TYPE_CHECKING:
+    import pytest
+
 BUCKET = "many"
+Answer = tuple[int, dict[str, str], bytes]
 _OBJECT = "<Contents><Key>{}</Key><Size>{}</Size><LastModified>2026-11-24T00:00:00.000Z</LastModified><ETag>0</ETag></Contents>"
 
 
@@ -59,7 +64,7 @@ class Proxy(_Server):
     It forwards requests unchanged, including the host and the signature.
 
     Attributes:
-        refuse: returns the status with which to answer a method, or None to forward the request.
+        refuse: returns the status with which to answer a request, or None to forward the request.
         gate: if set, every request waits until this event.
         seconds: how many seconds to delay each answer.
         cuts: whether to close every connection in the middle of an answer.
@@ -115,9 +120,13 @@ class S3Server(_Server):
         page: the number of names in one listing.
         together: if set, reads wait at this barrier.
         is_endless: whether every page of a listing is empty and followed by another page.
+        lacks: what the server ignores: "conditions" of writes, "ranges" of reads, "start-after" in listings.
+        override: returns status, headers and body with which to answer a request, or None to serve the request.
     """
 
     def __init__(self) -> None:
+        self.lacks: set[str] = set()
+        self.override: Callable[[BaseHTTPRequestHandler], Answer | None] = lambda _: None
         self.objects: dict[str, bytes] = {}
         self.names: list[str] = []
         self.lists: list[str] = []
@@ -128,6 +137,13 @@ class S3Server(_Server):
         self.page, self.is_endless = 1000, False
         super().__init__(_S3Handler)
 
+    def reach(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Set the environment variables by which clients in this process find this server."""
+        monkeypatch.setenv("AWS_ENDPOINT", self.endpoint)
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        for name in ("AWS_ALLOW_HTTP", "AWS_SKIP_SIGNATURE"):
+            monkeypatch.setenv(name, "true")
+
     def put(self, name: str, data: bytes) -> None:
         if name not in self.objects:
             insort(self.names, name)
@@ -137,7 +153,20 @@ class S3Server(_Server):
 class _S3Handler(_Handler):
     server: S3Server
 
-    def do_GET(self) -> None:
+    def _serve(self) -> None:
+        body = self.body()
+        if (override := self.server.override(self)) is not None:
+            status, headers, answer = override
+            self.close_connection |= status < 200
+            self.answer(status, headers, answer)
+        elif self.command == "PUT":
+            self._put(body)
+        else:
+            self._get()
+
+    do_GET = do_PUT = _serve  # `http.server` calls these names
+
+    def _get(self) -> None:
         server, url = self.server, urlsplit(self.path)
         name = unquote(url.path).removeprefix(f"/{BUCKET}").removeprefix("/")
         if not name:
@@ -152,18 +181,26 @@ class _S3Handler(_Handler):
             self._answer(server.refuses[name], b"")
         elif data is None:
             self._answer(404, b"")
+        elif "ranges" in server.lacks:
+            self._answer(200, data)
         elif first >= len(data):
             self._answer(416, b"")
         else:
             part = data[first : last + 1]
             self._answer(206, part, {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(data)}"})
 
-    def do_PUT(self) -> None:
-        self.server.put(unquote(urlsplit(self.path).path).removeprefix(f"/{BUCKET}/"), self.body())
-        self._answer(200, b"")
+    def _put(self, body: bytes) -> None:
+        name = unquote(urlsplit(self.path).path).removeprefix(f"/{BUCKET}/")
+        has_condition = "If-None-Match" in self.headers and "conditions" not in self.server.lacks
+        if has_condition and name in self.server.objects:
+            return self._answer(412, b"")
+        self.server.put(name, body)
+        return self._answer(200, b"")
 
     def _list(self, asked: dict[str, str]) -> None:
         server = self.server
+        if "start-after" in server.lacks:
+            asked.pop("start-after", None)
         begins = max(asked.get("start-after", ""), asked.get("continuation-token", ""), asked["prefix"])
         server.lists.append(begins)
         if server.is_endless:

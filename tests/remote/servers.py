@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+from collections.abc import Mapping
 from ctypes.util import find_library
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -22,8 +25,10 @@ class Mooncake(LocalMooncake):
         super().__init__(folder, node_bytes, options)
 
 
-class Bucket(LocalBucket):
-    """SeaweedFS with one bucket."""
+class Reached:
+    """An S3 server with one bucket. Clients find it by environment variables."""
+
+    environment: Mapping[str, str]
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -34,6 +39,40 @@ class Bucket(LocalBucket):
         """Set the environment variables by which clients in this process find this server."""
         for name, value in self.environment.items():
             monkeypatch.setenv(name, value)
+
+
+class Bucket(LocalBucket, Reached):
+    """SeaweedFS with one bucket."""
+
+
+class Moto(Reached):
+    """moto, which imitates S3 in Python, with one bucket.
+
+    Attributes:
+        url: the value for `remote_url`.
+        environment: the environment variables that clients need.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        pytest.importorskip("moto", reason="needs moto: make venv")
+        port, log = free_port(), folder / "moto.log"
+        command = sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", port
+        self._server = Server(*command, log=log, is_ready=lambda: "Running on" in log.read_text())
+        connection = HTTPConnection("127.0.0.1", port)
+        connection.request("PUT", "/blocks")
+        assert connection.getresponse().status == 200
+        connection.close()
+        self.url = "s3://blocks/kvoffload"
+        self.environment = {
+            "AWS_ACCESS_KEY_ID": "key-of-moto",
+            "AWS_SECRET_ACCESS_KEY": "secret-of-moto",
+            "AWS_ENDPOINT": f"http://127.0.0.1:{port}",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_REGION": "us-east-1",
+        }
+
+    def close(self) -> None:
+        self._server.kill()
 
 
 class SecureBucket(Bucket):

@@ -236,11 +236,11 @@ def test_r17_an_answer_has_a_size_limit(fake: Fake, monkeypatch: pytest.MonkeyPa
     received = list[int]()
     decode = msgspec.msgpack.decode
 
-    def decoded(data: bytes, **kind: Any) -> object:  # noqa: ANN401
+    def measured(data: bytes, **kind: Any) -> Any:  # noqa: ANN401  # as `decode`
         received.append(len(data))
         return decode(data, **kind)
 
-    monkeypatch.setattr(msgspec.msgpack, "decode", decoded)
+    monkeypatch.setattr(msgspec.msgpack, "decode", measured)
     fake.order("batch_is_exist", "a flood")
     with (
         closing(open_store(parse_address(fake.url), PATIENCE_S)) as store,

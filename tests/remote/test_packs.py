@@ -6,6 +6,7 @@ Most tests use pages of ten names instead of a thousand, so that a hundred packs
 
 from __future__ import annotations
 
+import asyncio
 import struct
 import threading
 from collections.abc import Iterator
@@ -118,10 +119,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with closing(S3Server()) as server:
-        monkeypatch.setenv("AWS_ENDPOINT", server.endpoint)
-        monkeypatch.setenv("AWS_REGION", "us-east-1")
-        for name in ("AWS_ALLOW_HTTP", "AWS_SKIP_SIGNATURE"):
-            monkeypatch.setenv(name, "true")
+        server.reach(monkeypatch)
         yield World(server, monkeypatch)
 
 
@@ -381,6 +379,35 @@ def test_an_endless_listing_fails_and_is_not_continued(world: World) -> None:
     listings = len(world.server.lists)
     assert other.read("kvo1/probe") is None
     assert len(world.server.lists) == listings
+
+
+def test_a_listing_that_ignores_its_start_ends_the_walk_with_one_warning(small: World) -> None:
+    small.server.lacks.add("start-after")
+    small.write_all(25, every_ms=HOUR)
+    with capture_logs() as lines:
+        for _ in range(5):
+            assert small.finds(9, 10) == [True, False]
+            assert small.get(10) == [MISSING]
+    assert [line["event"] for line in lines] == ["remote_server_lacks"]
+    assert "start-after" in lines[0]["note"]
+    # Each of the ten calls lists the newest page. The walk lists it once more, and ends.
+    assert small.requests()[:2] == (10 + 1, 10)
+
+
+def test_a_failing_read_fails_only_when_all_reads_have_ended() -> None:
+    ended = list[str]()
+
+    async def fail() -> None:
+        raise RemoteError("the test says so")
+
+    async def read() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+        ended.append("read")
+
+    with pytest.raises(RemoteError, match="says so"):
+        bucket._at_once([read(), fail(), read()])
+    assert ended == ["read", "read"]
 
 
 def test_at_most_the_allowed_size_of_a_small_object_is_read(world: World) -> None:

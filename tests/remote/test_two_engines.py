@@ -17,6 +17,7 @@ from kvoffload.runtime import remote_catalog
 from kvoffload.telemetry.catalogue import TierState
 from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, text
+from tests.remote import sharing
 from tests.remote.servers import Mooncake
 from tests.remote.sharing import PATIENCE_S, PROMPT, StartEngine
 
@@ -50,6 +51,16 @@ def test_r18_the_second_engine_finds_the_first_ones_blocks(
         assert counted.count(f"kvoffload_{name}_total", "disk", *labels) == 0
     assert counted.distributions["kvoffload_first_token_seconds"][("remote",)].samples == 1
     assert counted.count("kvoffload_load_blocks_total", "loaded") > 0
+
+
+def test_a_prefix_of_more_than_a_quarter_of_the_host_is_found(
+    start: StartEngine, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "HOST_BLOCKS", 20)
+    start(url, weights_id="long").opened().share()
+    second = start(url, weights_id="long").opened()
+    second.find()
+    assert second.copied(Direction.LOAD) == 9
 
 
 def test_r18_only_engines_with_the_same_weights_ranks_and_tier_key_share_blocks(

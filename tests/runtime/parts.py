@@ -106,8 +106,8 @@ class Side:
         self, name: str, prefix: str = "p", blocks: int = 3, trace_parent: str | None = None
     ) -> RequestId:
         keys = tuple(BlockKey(f"{prefix}{position}".encode()) for position in range(blocks))
-        fact = facts.RequestSeen(RequestId(name), blocks * BLOCK + 1, (keys,))
-        self.side.seen(fact, trace_parent=trace_parent)
+        fact = facts.RequestSeen(RequestId(name), blocks * BLOCK + 1, (keys,), trace_parent=trace_parent)
+        self.side.seen(fact)
         return RequestId(name)
 
     def allocated(self, name: str, external: int = 0, blocks: int = 3) -> None:

@@ -174,7 +174,7 @@ def test_recording_index_changes_does_not_wake_the_index_thread(side: Side, tmp_
     assert side.portal.index.waiting == 1
     side.portal.index.release()
     (file,) = tmp_path.glob("**/index")
-    contents = load_index(open_folder(file.parent), 100)
+    contents = load_index(open_folder(file.parent, IDENTITY.fingerprint), 100)
     assert contents is not None
     assert len(contents.entries) == RELOAD // BLOCK
 
@@ -242,7 +242,7 @@ def emptied(path: Path) -> None:
 
 
 def of_other_files(path: Path) -> None:
-    path.write_bytes(encode_header(IndexHeader(bytes(16), (b"another file id.",), 100)))
+    path.write_bytes(encode_header(IndexHeader(bytes(16), (b"another file id.",), 100, path.parents[1].name)))
 
 
 @pytest.mark.parametrize(

@@ -252,8 +252,8 @@ def test_events_follow_their_fact_in_order() -> None:
         *("RequestSeen", "BlocksAllocated"),
         *("StepScheduled", "StoreScheduled", "BlocksOffered"),
         *("TransferReported", "RankReported", "StoreEnded"),
-        *("RequestEnded", "StepScheduled"),
+        *("RequestEnded", "RequestsEnded", "StepScheduled"),
         *("RequestSeen", "HitPinned", "BlocksAllocated", "LookupAnswered", "LoadScheduled", "StepScheduled"),
-        *("TransferReported", "RankReported", "LoadEnded", "RequestEnded"),
+        *("TransferReported", "RankReported", "LoadEnded", "RequestEnded", "RequestsEnded"),
     ]
     assert conservation(side.counts, drained=True) == []

@@ -3,10 +3,12 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.bus.bus import Bus
-from kvoffload.model.events import LookupAnswered
-from kvoffload.model.ids import RequestId
+from kvoffload.bus.current_hook import CurrentHook
+from kvoffload.model.causes import LoadOutcome
+from kvoffload.model.events import LoadEnded, LookupAnswered
+from kvoffload.model.facts import RequestEnded, RequestSeen, StepScheduled
+from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.wire import Direction
-from kvoffload.runtime.copies import HookTime
 from kvoffload.runtime.step_times import Copies, FirstTokens, PrefillRate, StepTimes
 from kvoffload.telemetry.counters import Counters
 
@@ -149,11 +151,12 @@ class Engine:
     """A fake engine that publishes the test's facts, and counts how often first tokens are checked."""
 
     def __init__(self) -> None:
-        self.hook = HookTime(10.0)
+        self.hook = CurrentHook(lambda: 10.0)
         self.counters = Counters()
-        self._bus = Bus()
+        self._bus = Bus(self.hook)
         self.counters.subscribe(self._bus)
-        self.first_tokens = FirstTokens(self.hook, self._bus)
+        self.first_tokens = FirstTokens(self._bus)
+        self.is_measured = True
         self.has_token = False
         self.asked = 0
 
@@ -162,18 +165,21 @@ class Engine:
             self.asked += 1
             return self.has_token
 
-        self.first_tokens.waiting[A] = self.hook.now, has_token
+        self.hook.has_token = has_token if self.is_measured else None
+        self._bus.publish(RequestSeen(A, 33, ()))
 
     def admitted(self, device: int = 0, host: int = 0) -> None:
         self._bus.publish(LookupAnswered(A, device, host // 16, 0, host, 0, None))
 
+    def load_failed(self, request: RequestId) -> None:
+        self._bus.publish(LoadEnded(JobId(1), request, 2, LoadOutcome.FAILED))
+
     def step(self, seconds: float = 1.0) -> None:
         self.hook.now += seconds
-        self._bus.dispatch([*self.first_tokens.look()])
+        self._bus.publish(StepScheduled(1))
 
     def ended(self) -> None:
-        if A in self.first_tokens.waiting:
-            self._bus.dispatch([*self.first_tokens.ended(A)])
+        self._bus.publish(RequestEnded(A, 0, (), holds_blocks=False))
 
     def times(self) -> dict[str, tuple[int, float]]:
         found = self.counters.snapshot().distributions["kvoffload_first_token_seconds"]
@@ -231,8 +237,8 @@ def test_a_request_that_ends_without_a_token_is_not_counted(engine: Engine, is_a
     engine.ended()
     engine.step()
     assert engine.times() == {}
-    assert not engine.first_tokens.admitted
-    assert not engine.first_tokens.waiting
+    assert not engine.first_tokens._admitted
+    assert not engine.first_tokens._waiting
 
 
 def test_the_last_lookup_before_the_first_token_counts(engine: Engine) -> None:
@@ -249,8 +255,8 @@ def test_the_last_lookup_before_the_first_token_counts(engine: Engine) -> None:
 
 def test_the_tokens_of_a_failed_load_count_as_computed(engine: Engine) -> None:
     engine.admitted(device=16, host=32)
-    engine.first_tokens.load_failed(A)
-    engine.first_tokens.load_failed(RequestId("one that is gone"))
+    engine.load_failed(A)
+    engine.load_failed(RequestId("one that is gone"))
     engine.has_token = True
     engine.step()
     assert engine.times() == {"device": (1, 1.0)}
@@ -260,6 +266,8 @@ def test_the_tokens_of_a_failed_load_count_as_computed(engine: Engine) -> None:
 
 def test_first_tokens_are_not_checked_for_an_engine_that_does_not_report_tokens() -> None:
     engine = Engine()
+    engine.is_measured = False
+    engine.seen()
     engine.admitted()
     engine.step()
     engine.ended()

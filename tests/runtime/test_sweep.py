@@ -1,9 +1,10 @@
-"""Makes each call inside the core raise once, on a real scheduler side (R12)."""
+"""Makes each call inside the core, and each call of an observer, raise once on a real scheduler side (R12)."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 
@@ -22,7 +23,7 @@ from kvoffload.transfer.ports import Clocks
 from tests.core.audit import audit_side
 from tests.core.world import CORRUPT, FAILED, Copy, Req, World, full, window
 from tests.settings import make_config
-from tests.sweep import Place, chosen, places, raising
+from tests.sweep import OBSERVERS, Broken, Place, chosen, places, raising
 
 TEXT = "abcdefghijklm"
 TIMEOUT_S = 30.0
@@ -57,7 +58,8 @@ class SideWorld(World):
         elif isinstance(fact, facts.CacheReset):
             self.side.reset()
         elif isinstance(fact, facts.RequestSeen):
-            self.side.seen(fact)
+            request = self.requests[fact.request]
+            self.side.seen(fact, lambda: request.computed >= len(request.text))
         elif isinstance(fact, facts.BlocksAllocated):
             self.side.allocated(fact)
         else:
@@ -237,7 +239,6 @@ def an_eviction(world: SideWorld) -> None:
         world.serve_again(f"other{number}", f"{number} is another prompt")
     world.device.forget_keys()
     world.serve_again("back", "1 is another prompt")
-    world.side.gauges()
     world.side.audit()
 
 
@@ -276,5 +277,49 @@ def test_r12_wherever_the_core_raises_loads_are_answered_once_and_nothing_is_lea
     found = places(lambda: live(world))
     assert len(found) > 150
     tried = {place: trial(make, place) for place in chosen(found, every=11)}
+    wrong = {str(place): problems for place, problems in tried.items() if problems}
+    assert not wrong, f"{len(wrong)} of {len(tried)} places: {wrong}"
+
+
+def live_and_scraped(world: SideWorld) -> None:
+    live(world)
+    with suppress(Broken):  # a scrape runs on another thread, where an error does not reach the engine
+        world.side.gauges()
+
+
+def trial_of_observers(make: Callable[[], SideWorld], place: Place) -> list[str]:
+    """Return the problems found after an observer has raised at this place."""
+    world = make()
+    try:
+        with raising(place, OBSERVERS):
+            live_and_scraped(world)
+        problems = world.problems_at_end()
+        world.serve_again("last", "a new prompt")
+        problems += [*world.problems_at_end(), *audit_side(world.side)]
+    except Exception as error:
+        return [repr(error)]
+    finally:
+        world.side.close()
+    if world.side.degraded is not None:
+        problems.append(f"offloading is off: {world.side.degraded}")
+    removed = world.side.counters.snapshot().total("kvoffload_bus_removed_total")
+    if removed != 1 and "catalogue.read_all" not in place.function:
+        problems.append(f"{removed} observers are counted as removed")
+    return problems
+
+
+@pytest.mark.slow
+def test_r12_wherever_an_observer_raises_the_engine_serves_on_and_the_observer_is_counted_as_removed() -> (
+    None
+):
+    config = make_config(transfer_timeout_s=TIMEOUT_S, min_load_tokens="auto")
+
+    def make() -> SideWorld:
+        return SideWorld(full(), window(5, group=1), ranks=2, device=52, host=16, config=config)
+
+    world = make()
+    found = places(lambda: live_and_scraped(world), OBSERVERS)
+    assert len({place.function for place in found}) > 40
+    tried = {place: trial_of_observers(make, place) for place in found}
     wrong = {str(place): problems for place, problems in tried.items() if problems}
     assert not wrong, f"{len(wrong)} of {len(tried)} places: {wrong}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvoffload.model.errors import ConfigError
+from tests.captured_logs import capture_logs
 from tests.remote.servers import Bucket
 
 if TYPE_CHECKING:
@@ -251,10 +252,67 @@ def test_a_pool_that_is_registered_too_late_or_has_no_addresses_is_refused(start
         start(pool)
 
 
-def test_if_indices_do_not_match_the_keys_nothing_is_copied(start: Start) -> None:
+def test_if_indices_do_not_match_the_keys_nothing_is_copied_and_one_line_says_so(start: Start) -> None:
     pool = attention()
     backend = start(pool)
-    assert backend.batch_set_v1(KEYS, places(pool, 0, 3)) == [False] * PAGES
-    assert backend.batch_get_v1(KEYS, places(pool, 0, 3)) == [False] * PAGES
-    assert backend.batch_set_v1([], places(pool, 0, 0)) == []
-    assert backend.batch_exists(KEYS) == 0
+    with capture_logs() as lines:
+        assert backend.batch_set_v1(KEYS, places(pool, 0, 3)) == [False] * PAGES
+        assert backend.batch_get_v1(KEYS, places(pool, 0, 3)) == [False] * PAGES
+        assert backend.batch_set_v1([], places(pool, 0, 0)) == []
+        assert backend.batch_exists(KEYS) == 0
+    assert [line["reason"] for line in lines] == ["8 keys of 4 tokens came with 12 positions"]
+
+
+TEXT = "a key is of the type str, not bytes"
+ODD_KEYS: dict[str, tuple[Any, str]] = {
+    "empty": ("", "a key has 0 bytes, not 1 to 64"),
+    "65 bytes": ("00" * 65, "a key has 65 bytes, not 1 to 64"),
+    "no digits": ("page 1", TEXT),
+    "a suffix": (f"{KEYS[0]}_k", TEXT),
+    "capitals": (KEYS[0].upper(), TEXT),
+    "a space": (f"{KEYS[0][:2]} {KEYS[0][2:]}", TEXT),
+    "none": (None, "a key is of the type NoneType, not bytes"),
+}
+
+
+@pytest.mark.parametrize(("key", "reason"), ODD_KEYS.values(), ids=ODD_KEYS)
+def test_a_key_that_is_no_digest_costs_only_itself_and_one_line(start: Start, key: str, reason: str) -> None:
+    pool = attention()
+    fill(pool, 1)
+    backend, keys = start(pool), [KEYS[0], key, KEYS[1]]
+    with capture_logs() as lines:
+        for _ in range(2):
+            assert backend.batch_set_v1(keys, places(pool, 0, 3)) == [True, False, True]
+            assert backend.batch_exists(keys) == 1
+            assert backend.batch_get_v1(keys, places(pool, PAGES, 3)) == [True, False, True]
+    assert [(line["event"], line["reason"]) for line in lines] == [("tier_call_refused", reason)]
+    restored, written = pages(pool, PAGES, 3), pages(pool, 0, 3)
+    assert are_equal(restored[::2], written[::2])
+    assert backend.batch_exists(KEYS) == 2
+
+
+def test_a_pool_that_raises_or_an_unknown_hit_policy_costs_hits_and_one_line_each(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+    pool = attention()
+    backend = start(pool)
+    assert all(backend.batch_set_v1(KEYS, places(pool, 0)))
+
+    def fail(_: object) -> None:
+        raise IndexError("no such page")
+
+    policy: Any = "first_pages"
+    with capture_logs() as lines, monkeypatch.context() as patched:
+        patched.setattr(pool, "get_page_buffer_meta", fail)
+        for _ in range(2):
+            assert backend.batch_get_v1(KEYS, places(pool, 0)) == [False] * PAGES
+            assert backend.batch_set_v1(KEYS, places(pool, 0)) == [False] * PAGES
+            found = backend.batch_exists_v2(KEYS, [PoolTransfer(PoolName.KV, None, None, KEYS, policy)])
+            assert (found.kv_hit_pages, found.restorable_prefix_pages) == (0, [])
+    assert [line["reason"] for line in lines] == [
+        "SGLang's kv pool returned no pages: IndexError: no such page",
+        "the hit policy first_pages of the pool kv is not known",
+    ]
+    assert all(backend.batch_get_v1(KEYS, places(pool, PAGES)))

@@ -435,7 +435,7 @@ class Simulation:
         """Check that everything is back in its initial state (R11)."""
         self._check_drained()
         numbers = self.engine.statistics()
-        left = [f"workers still copy for job {job.id}" for job in self.offload.copies.running]
+        left = [f"workers still copy for job {job}" for job in self.offload.copies.by_job]
         if numbers.free_blocks != self.engine.pool.usable_blocks:
             left.append(f"{numbers.free_blocks} of {self.engine.pool.usable_blocks} device blocks are free")
         if not self.is_cut_off:

@@ -185,4 +185,4 @@ class Operator:
         def broken(fact: facts.Fact) -> None:
             raise RuntimeError("a state handler raises")
 
-        replace_handler(self._world.offload.bus, facts.StepScheduled, broken)
+        replace_handler(self._world.offload.core, facts.StepScheduled, broken)

@@ -27,14 +27,15 @@ from kvoffload.telemetry.records import (
     rotated,
 )
 from tests.settings import make_config
+from tests.telemetry.ticks import Ticks
 
 PROVENANCE = {"kvoffload": "0.1", "settings": {"verify": "off"}}
 
 
 def write(path: Path, lines: int, *, max_bytes: int | None = None, batch: int = 10) -> None:
     """Write events to a new journal, `batch` lines at a time."""
-    clock, bus = iter(range(1, 10**6)), Bus()
-    journal = Journal(lambda: float(next(clock)), path=path, max_bytes=max_bytes, provenance=PROVENANCE)
+    bus = Bus(Ticks(1.0))
+    journal = Journal(bus.hook, path=path, max_bytes=max_bytes, provenance=PROVENANCE)
     journal.subscribe(bus)
 
     async def both() -> None:

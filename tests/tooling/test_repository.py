@@ -6,7 +6,7 @@ import pytest
 from tests.tooling.scripts import ROOT
 
 TOP_LEVEL = {
-    *("kvoffload", "plugins", "tests", "dashboards", "docs", ".ci"),
+    *("kvoffload", "plugins", "tests", "dashboards", "docs", "findings", ".ci"),
     *("pyproject.toml", "Makefile", "README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"),
     ".gitignore",
 }
@@ -31,5 +31,13 @@ def test_no_file_is_large(files: list[str]) -> None:
 
 
 def test_scripts_are_executable() -> None:
-    for name in ("python", "run", "timed", "tools"):
-        assert (ROOT / ".ci" / name).stat().st_mode & 0o111, name
+    scripts = [ROOT / ".ci" / name for name in ("python", "run", "timed", "tools")]
+    for path in (*scripts, *(ROOT / "findings").glob("*.sh")):
+        assert path.stat().st_mode & 0o111, path
+
+
+def test_each_finding_begins_with_what_is_expected_what_happens_and_the_versions() -> None:
+    for path in (ROOT / "findings").glob("*.sh"):
+        head = path.read_text(encoding="utf-8").partition("\nset -")[0]
+        places = [head.find(f"# {word}: ") for word in ("Expected", "Happens", "Versions")]
+        assert -1 < places[0] < places[1] < places[2], path

@@ -7,7 +7,7 @@ import anyio
 import pytest
 from msgspec.structs import replace
 
-from kvoffload.model.errors import CopyError
+from kvoffload.model.errors import CopyError, DeviceLost
 from kvoffload.testing import wait_all_blocked
 from tests.captured_logs import capture_logs
 from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, store
@@ -37,6 +37,54 @@ async def test_an_error_of_the_copier_fails_only_its_job(rig: Rig, hand_in: str,
     await hand_in_one(rig, hand_in, 2)
     rig.copier.release()
     assert rig.outcomes() == {2: DONE}
+
+
+@pytest.mark.parametrize("hand_in", ["load", "store"])
+@pytest.mark.parametrize("fault", ["submit", "ticket", "query", "tear"])
+async def test_of_jobs_that_are_copied_together_only_the_bad_one_fails(
+    rig: Rig, hand_in: str, fault: str
+) -> None:
+    jobs = [(load if hand_in == "load" else store)(number, [number], [number]) for number in (1, 2)]
+    hand_over = rig.pump.submit_loads if hand_in == "load" else rig.pump.submit_stores
+    if fault == "submit":
+        rig.copier.refuse_submit(CopyError("no stream"))
+    with capture_logs() as logs:
+        hand_over(jobs)
+        await rig.clock.advance(0.01)
+        if fault == "ticket":
+            rig.copier.tickets[0].fail()
+        if fault == "query":
+            rig.copier.tickets[0].query_error = CopyError("no event")
+        if fault == "tear":
+            rig.copier.tickets[0].tear()
+        assert rig.outcomes() == {}
+        good, bad = rig.copier.tickets[-2:]
+        good.finish()
+        bad.fail()
+        found = rig.outcomes()
+    assert found == {1: DONE, 2: FAILED}
+    assert (good.runs.total_bytes, bad.runs.total_bytes) == (96, 96)
+    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == [
+        "copy_not_submitted" if fault == "submit" else "copied_one_by_one"
+    ]
+
+
+async def test_a_batch_that_fails_after_it_timed_out_is_not_copied_again(rig: Rig) -> None:
+    rig.pump.submit_loads([load(1, [1], [1]), load(2, [2], [2])])
+    with capture_logs():
+        await rig.clock.advance(TIMEOUT_S + 1)
+        rig.copier.tickets[0].fail()
+        await rig.clock.advance(TIMEOUT_S)
+        assert rig.outcomes() == {1: FAILED, 2: FAILED}
+    assert len(rig.copier.tickets) == 1
+
+
+async def test_nothing_is_copied_again_on_a_lost_device(rig: Rig) -> None:
+    rig.pump.submit_loads([load(1, [1], [1]), load(2, [2], [2])])
+    with capture_logs():
+        rig.copier.tickets[0].query_error = DeviceLost("an illegal address")
+        assert rig.outcomes() == {1: FAILED, 2: FAILED}
+    assert len(rig.copier.tickets) == 1
 
 
 async def test_a_load_records_its_own_fence_if_the_steps_fence_was_refused() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from tests.vllm.adapter.stand_ins import cache_config, full, group, vllm_config
+from tests.vllm.adapter.stand_ins import cache_config, full, group, vllm_config, window
 
 BLOCK = 32
 """The tokens of a block."""
@@ -23,9 +23,10 @@ def adapter(
     step_tokens: int = 512,
     report_every: int = 1,
     now: Callable[[], float] = time.monotonic,
+    windows: Sequence[int] = (),
     **settings: Any,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the scheduler's side and the block pool, for one full-attention group.
+    """Yield the scheduler's side and the block pool, for one full-attention group and groups with sliding windows.
 
     Args:
         block_tokens: the tokens of a block.
@@ -33,6 +34,7 @@ def adapter(
         step_tokens: the maximum number of tokens in a step.
         report_every: the number of steps from one progress report to the next.
         now: the clock for the time between metric messages.
+        windows: the tokens of the window of each further group.
         settings: the connector's settings.
     """
     from vllm.v1.core.block_pool import BlockPool
@@ -48,7 +50,11 @@ def adapter(
     hash_tokens = hash_tokens or block_tokens
     groups = vllm_groups(
         vllm_config(world_size=1, max_num_batched_tokens=step_tokens),
-        cache_config(group(full(block_tokens)), num_blocks=BLOCKS + 1),
+        cache_config(
+            group(full(block_tokens)),
+            *[group(window(tokens, block_tokens)) for tokens in windows],
+            num_blocks=BLOCKS + 1,
+        ),
         features=Features(),
         sizes=(block_tokens, hash_tokens),
     )

@@ -79,7 +79,7 @@ class Life:
     def on_disk(self) -> int:
         """Return how many blocks a new engine would find on the disk."""
         (folder,) = self.folder.glob("disk/*/replica0")
-        with open_folder(folder) as opened:
+        with open_folder(folder, folder.parent.name) as opened:
             index = load_index(opened, 2**20)
         return len(index.entries) if index is not None else 0
 

@@ -16,7 +16,7 @@ from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import ROOT
 from tests.vllm.engine_rig import MARKS, Reported, check_same
 from tests.vllm.stock import checkpoints
-from tests.vllm.tiers_rig import CACHED, KINDS, LOAD, PROMPTS, living
+from tests.vllm.tiers_rig import CACHED, HOST_BLOCKS, KINDS, LOAD, PROMPTS, living
 
 pytestmark = MARKS
 
@@ -69,6 +69,18 @@ def test_r18_the_next_engine_finds_all_put_blocks(
         check_same(answers, was.answers)
         assert {answer.cached for answer in answers.values()} == {CACHED}
         assert life.copied(LOAD) > 0
+        life.rig.check_clean()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_of_more_than_a_quarter_of_the_host_are_found(
+    before: Callable[[checkpoints.Kind], Before], kind: checkpoints.Kind, tmp_path: Path
+) -> None:
+    was = before(kind)
+    with living(kind, was.copy(tmp_path), host_blocks=HOST_BLOCKS[kind] // 10) as life:
+        answers = life.ask_without_device()
+        check_same(answers, was.answers)
+        assert {answer.cached for answer in answers.values()} == {CACHED}
         life.rig.check_clean()
 
 

@@ -106,3 +106,18 @@ def test_r10_after_a_reset_new_blocks_are_reported_in_the_step_that_allocates_th
         scheduler.build_connector_meta(step_output(request, 1, new_blocks=([50],)))
         assert [fact.progress for fact in steps[2:]] == [()]
         assert steps[2].reallocated == ((50,) if was_reset else ())
+
+
+def test_statistics_that_raise_end_and_the_engine_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise ValueError("no statistics")
+
+    with adapter(BLOCK) as (scheduler, _):
+        monkeypatch.setattr(scheduler._changes, "take", fail)
+        for _ in range(2):
+            scheduler.build_connector_meta(step_output(None, 0))
+            assert scheduler.get_kv_connector_stats() is None
+        assert caplog.text.count("observer_removed") == 1
+        assert scheduler.offload.counters.snapshot().total("kvoffload_bus_removed_total") == 1

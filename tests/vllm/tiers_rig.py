@@ -27,7 +27,7 @@ from tests.vllm.stock import checkpoints, engines
 
 KINDS: tuple[checkpoints.Kind, ...] = ("qwen3", "gemma3", "lfm2")
 HOST_BLOCKS = {"qwen3": 80, "gemma3": 160, "lfm2": 120}
-"""Fetches may fill a quarter of these slots, and any prompt's blocks must fit in that quarter."""
+"""All open fetches may fill a quarter of these slots. Any prompt's blocks fit in that quarter, and take one fetch."""
 BLOCKS = 6
 CACHED = BLOCKS * engines.BLOCK
 LOAD, STORE = Direction.LOAD, Direction.STORE

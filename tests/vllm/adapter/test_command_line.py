@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvoffload.cli.main import main
-from kvoffload.model.errors import ConfigError
-from kvoffload_vllm import doctor
-from kvoffload_vllm.command_line import CHANGE_SIZES, CHOOSE_BLOCKS, read_command_line
+from kvoffload.checks.launch import find_launch
+from kvoffload_vllm import command_line, doctor
+from kvoffload_vllm.command_line import COMMANDS, EXAMPLE, Line, read_line
 from tests.vllm.adapter.stand_ins import on_vllm
 from tests.vllm.adapter.test_doctor import GOOD, findings
 from tests.vllm.adapter.test_model_sizes import QWEN3_8B, save
@@ -52,27 +51,39 @@ LINES: dict[str, dict[str, Any]] = {
         "kv_transfer_config": {**GOOD, "kv_connector_extra_config": {"host_bytes": 64 << 30}}
     },
     "M --revision abc": {"revision": "abc"},
+    "M --max-model-len 32_768 --gpu-memory-utilization .9": {"max_model_len": 32_768},
+    "M --max-model-len -1 --seed -3": {},
+    "M --lora-modules a=b c=d --no-enable-log-requests --api-key k -cc '{}' --kv-offloading-backend native": {},
+    "M --kv_offloading_size=48 --enable-cumem-allocator": {
+        "kv_offloading_size": 48.0,
+        "enable_cumem_allocator": True,
+    },
 }
-DEFAULTS = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
 OURS = {"model", *(name for wanted in LINES.values() for name in wanted)}
 
 
-def read(line: str) -> argparse.Namespace:
-    return read_command_line(shlex.split(line), doctor._add_options)
+def read(line: str) -> Line:
+    return read_line(find_launch(shlex.split(line), COMMANDS, EXAMPLE))
 
 
 def values(found: argparse.Namespace) -> dict[str, Any]:
+    """Return the values that vLLM reads, without numbers that vLLM chooses itself."""
     given = {name: getattr(found, name, None) for name in OURS}
     transfer = given["kv_transfer_config"]
     if transfer is not None:
-        read = json.loads(transfer) if isinstance(transfer, str) else transfer
-        given["kv_transfer_config"] = read if isinstance(read, dict) else {k: getattr(read, k) for k in GOOD}
-    return {name: value for name, value in given.items() if value is not None}
+        given["kv_transfer_config"] = {name: getattr(transfer, name) for name in GOOD}
+    return {name: value for name, value in given.items() if value not in (None, -1)}
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_the_options_of_a_line_are_read(line: str) -> None:
-    assert values(read(f"vllm serve {line}")) == DEFAULTS | {"model": "M"} | LINES[line]
+    found = read(f"vllm serve {line}")
+    transfer = {} if found.transfer is None else {"kv_transfer_config": found.transfer}
+    given = {name: value for name, value in found.values.items() if value != 0 or value is False}
+    if "kv_offloading_size" in given:
+        given["kv_offloading_size"] = float(given["kv_offloading_size"])
+    assert given | transfer == {"model": "M"} | LINES[line]
+    assert (found.problems, found.unread) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -81,35 +92,91 @@ def test_the_options_of_a_line_are_read(line: str) -> None:
         "/opt/vllm/bin/vllm serve M --block-size 32",
         "VLLM_PLUGINS=x python3 -m vllm.entrypoints.openai.api_server --model M --block-size 32",
         "python -m vllm.entrypoints.cli.main serve M --block-size 32",
+        "python3 /app/vllm/entrypoints/openai/api_server.py --model M --block-size 32",
+        "python3 -m dynamo.vllm --model M --block-size 32 --is-prefill-worker",
+        "docker run --gpus all vllm/vllm-openai:v0.32.0 --model M --block-size 32",
+        "podman run -p 8000:8000 --name vllm-openai docker.io/vllm/vllm-openai-cpu M --block-size=32",
+        "--model M --block-size 32",
+        '\'args: ["--model=M", "--block-size=32"]\'',
     ],
 )
 def test_every_way_to_start_a_server_is_recognized(line: str) -> None:
-    assert values(read(line)) == DEFAULTS | {"model": "M", "block_size": 32}
+    assert read(line).values == {"model": "M", "block_size": 32}
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("vllm bench throughput", "such as: -- vllm serve MODEL"),
-        ("vllm serve M -tp two", "argument --tensor-parallel-size/-tp: 'two' is not a whole number"),
-        ("vllm serve M --block-size", "argument --block-size: expected one argument"),
-        ("vllm serve M --kv-cache-memory-bytes lots", "'lots' is not a size"),
-        ("vllm serve M --max-model-len -2", "'-2' is not a size"),
-        ("vllm serve M --enable-prefix-caching=no", "ignored explicit argument"),
+        ("-tp two --block-size 32", "--tensor-parallel-size: 'two' is not a whole number"),
+        ("--max-num-seqs --block-size 32 --dtype", "--dtype has no value"),
+        ("--block-size 32 --kv-cache-memory-bytes lots", "'lots' is not a size"),
+        ("--max-model-len -2 --block-size 32", "'-2' is not a size"),
+        ("--kv-transfer-config '{\"kv' --block-size 32", "--kv-transfer-config is not JSON"),
+        ("--kv-transfer-config [] --block-size 32", "--kv-transfer-config"),
     ],
 )
-def test_a_line_that_vllm_would_refuse_is_a_one_line_error(
-    line: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        read(line)
-    assert main(["doctor", "--", *shlex.split(line)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def test_a_value_that_vllm_would_refuse_is_a_problem_and_the_others_are_read(line: str, said: str) -> None:
+    found = read(f"vllm serve M {line}")
+    assert len(found.problems) == 1
+    assert said in found.problems[0]
+    assert found.values == {"model": "M", "block_size": 32}
 
 
-@pytest.mark.parametrize("line", ["M --zz.b 1 --zz.b.c 2", "M --zz.b", "M --.=", "M --", "M - -- x", ""])
+@pytest.mark.parametrize("line", ["M --zz.b 1 --zz.b.c 2", "M --zz.b", "M --.=", "M --", "M - -- x", "--x"])
 def test_odd_words_are_ignored(line: str) -> None:
-    assert read(f"vllm serve {line}").block_size is None
+    assert read(f"vllm serve {line}").problems == []
+
+
+YAML = """
+model: N
+tensor_parallel_size: 2
+no-enable-prefix-caching: true
+block-size: 64
+served-model-name: [a, b]
+kv-transfer-config:
+  kv_connector: KVOffloadConnector
+  kv_role: kv_both
+  kv_load_failure_policy: recompute
+  kv_connector_extra_config: {host_bytes: 1MiB}
+"""
+
+
+def test_the_file_of_config_is_read_and_the_line_overrides_it(tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text(YAML)
+    found = read(f"vllm serve M --config {tmp_path}/serve.yaml --block-size 32")
+    assert found.values == {
+        "model": "M",
+        "tensor_parallel_size": 2,
+        "enable_prefix_caching": False,
+        "block_size": 32,
+    }
+    assert (found.transfer, found.unread) == (GOOD, [])
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "No such file"),
+        ("", "does not hold options"),
+        ("- a\n- b\n", "does not hold options"),
+        ("a: [", "not YAML"),
+        ("a: " + "[" * 4000, "not YAML"),
+        ("\xff", "not YAML"),
+    ],
+)
+def test_a_file_of_config_that_cannot_be_read_is_said(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "serve.yaml").write_text(content, encoding="latin-1")
+    found = read(f"vllm serve M --config {tmp_path}/serve.yaml --block-size 32")
+    assert found.values == {"model": "M", "block_size": 32}
+    assert said in found.unread[0]
+
+
+def test_a_file_in_a_container_and_a_variable_are_unread(tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text(YAML)
+    inside = read(f"docker run vllm/vllm-openai M --config {tmp_path}/serve.yaml")
+    assert (inside.values, len(inside.unread)) == ({"model": "M"}, 1)
+    assert read("vllm serve M -tp '$RANKS_UNSET'").unread == ["the values of variables in $RANKS_UNSET"]
 
 
 SIZED = ["-tp", "2", "-dp", "4", "-dpl", "2", "--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", "100MiB"]
@@ -136,30 +203,19 @@ def test_a_pasted_line_and_the_doctors_own_options_give_the_same_findings(
     [
         ("ALL --max-model-len 3k", "model sizes", "error", "--max-model-len needs 94 blocks, and 88 fit"),
         ("ALL --max-model-len auto", "model sizes", "ok", "88 blocks fit the KV cache"),
-        (
-            "ALL --speculative-config.method eagle",
-            "model sizes",
-            "unknown",
-            "sizes with --speculative-config",
-        ),
-        ("ALL -sc {}", "model sizes", "unknown", "sizes with -sc are not computed"),
-        ("ALL --hf-overrides {} --config x.yaml", "model sizes", "unknown", "with --config, --hf-overrides"),
+        ("ALL --hf-overrides {} -sc {}", "model sizes", "unknown", "--hf-overrides, --speculative-config"),
+        ("ALL --spec-method ngram", "model sizes", "unknown", "sizes with --spec-method are not computed"),
         # the command line has the block size, so the backend does not matter
         ("ALL --attention-backend FLASHINFER", "model sizes", "ok", "88 blocks"),
         ("ALL --num-gpu-blocks-override 80", "model sizes", "ok", "80 blocks"),
-        ("ALL --no-enable-prefix-caching", "vllm options", "error", "start with --enable-prefix-caching"),
-        ("ALL --enable-sleep-mode", "vllm options", "error", "start without --enable-sleep-mode"),
-        ("ALL -dcp 2", "vllm options", "error", "decode_context_parallel_size is 2"),
-        ("ALL --distributed-executor-backend external_launcher", "vllm options", "error", "with 2 ranks"),
-        ("ALL --seed 1", "vllm options", "ok", "the connector works with them"),
+        ("ALL -tp 3", "model sizes", "error", "8 KV heads, which 3 ranks cannot share"),
         ("ALL --prefix-caching-hash-algo xxhash", "block hashes", "ok", "xxhash"),
         ("M", "vllm connector", "error", "no --kv-transfer-config"),
-        ("M --config x.yaml", "vllm connector", "unknown", "the connector that vLLM will use"),
         ("--port 8000 M", "model sizes", "unknown", "put MODEL directly after serve"),
         ("no-one/nothing", "model sizes", "unknown", "no-one/nothing is neither a folder nor"),
     ],
 )
-def test_the_doctor_reports_the_problems_of_a_line(
+def test_sizes_and_the_connector_of_a_line(
     line: str, check: str, verdict: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = shlex.join([str(save(tmp_path, QWEN3_8B)), *ALL])
@@ -185,12 +241,30 @@ def test_a_stock_vllm_reads_a_line_in_the_same_way() -> None:
 
 
 @on_vllm
+def test_a_stock_vllm_reads_the_file_of_config_in_the_same_way(tmp_path: Path) -> None:
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    (tmp_path / "serve.yaml").write_text(YAML)
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers())
+    found = parser.parse_args(["serve", "M", "--config", str(tmp_path / "serve.yaml"), "--block-size", "32"])
+    ours = read(f"vllm serve M --config {tmp_path}/serve.yaml --block-size 32").values
+    assert {name: getattr(found, name) for name in ours if name != "model"} == {
+        name: value for name, value in ours.items() if name != "model"
+    }
+    assert found.model_tag == ours["model"]
+
+
+@on_vllm
 def test_option_names_and_abbreviations_are_those_of_a_stock_vllm() -> None:
-    """An abbreviation that the doctor accepts must not stand for another option in a stock vLLM."""
-    ours = argparse.ArgumentParser(add_help=False)
-    doctor._add_options(ours.add_argument)
-    named = {name for action in ours._actions for name in action.option_strings} - {"--device-blocks"}
-    named |= {*CHANGE_SIZES, *CHOOSE_BLOCKS, "--quantization"}
+    """An abbreviation that is read must not stand for another option in a stock vLLM."""
+    of_doctor = argparse.ArgumentParser(add_help=False)
+    doctor._add_options(of_doctor.add_argument)
+    own = {"--device-blocks", "--speculative-model"}  # the second belongs to older versions
+    named = {name for action in of_doctor._actions for name in action.option_strings} | command_line._NAMES
+    named |= {*command_line._SHORT, *command_line._SHORT.values()}
     stock = {name for action in stock_parser()._actions for name in action.option_strings}
-    assert named - stock == set()
-    assert {name for name in stock - named if any(one.startswith(name) for one in named)} == set()
+    assert named - own - stock == set()
+    begins = {name for name in stock - named if any(one.startswith(name) for one in named)}
+    assert {name for name in begins if name.startswith("--")} == set()

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import Tier
@@ -190,7 +192,12 @@ def tiers() -> tuple[TierEvents, dict[Tier, KeyIndex], tuple[BlockKey, ...]]:
     known, indexes = groups(), {tier: KeyIndex() for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)}
     device = SimpleNamespace(block_of=lambda key: None)
     large, small = KeyMaker(known.hash_ratios, known.ids).keys(request().block_hashes, 0)
-    return TierEvents(known, indexes, WIRE, device), indexes, large + small  # type: ignore[arg-type]
+    made = TierEvents(known, indexes, WIRE, device, removed)  # type: ignore[arg-type]
+    return made, indexes, large + small
+
+
+def removed(name: str, error: Exception) -> None:
+    raise AssertionError(f"{name} was removed") from error
 
 
 def test_each_tier_publishes_its_stored_and_removed_blocks() -> None:
@@ -229,3 +236,22 @@ def test_the_note_of_a_block_on_the_host_is_kept() -> None:
     published, indexes, keys = tiers()
     indexes[Tier.HOST].add(keys[:1], [SlotId(0)])
     assert [published.notes._is_held(key) for key in keys[:2]] == [True, False]
+
+
+@pytest.mark.parametrize("raises", ["note", "take"])
+def test_after_an_error_there_are_no_events_and_changes_are_not_collected(raises: str) -> None:
+    published, indexes, keys = tiers()
+    failures: list[str] = []
+    published._on_removed = lambda name, error: failures.append(f"{name}: {error}")
+    broken = request(block_hashes=None) if raises == "note" else request()
+    if raises == "take":
+        published.notes.by_ratio.clear()
+        indexes[Tier.HOST].add(keys[:1], [SlotId(0)])
+    assert published.note(broken, 0, 8) in (0, 4)
+    assert list(published.take()) == []
+    assert [failure.partition(":")[0] for failure in failures] == ["TierEvents"]
+    indexes[Tier.HOST].add(keys[1:2], [SlotId(1)])
+    assert published.note(request(), 0, 8) == 0
+    assert list(published.take()) == []
+    assert len(failures) == 1
+    assert indexes[Tier.HOST]._changes is None

@@ -75,7 +75,35 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
 }
-MODELS = {"qwen3": QWEN3_8B, "llama": LLAMA_8B, "qwen3-silent": QWEN3_SILENT, "deepseek": DEEPSEEK_V2_LITE}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+
+
+def like_llama(model_type: str, architecture: str, **fields: object) -> dict[str, Any]:
+    """Return the configuration of a small model. None in `fields` removes the field."""
+    small = {"num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 512, **fields}
+    whole = {**LLAMA_8B, "model_type": model_type, "architectures": [architecture], **small}
+    return {name: value for name, value in whole.items() if value is not None or name == "sliding_window"}
+
+
+V3 = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "q_lora_rank": 128}
+MODELS = {
+    "qwen3": QWEN3_8B,
+    "llama": LLAMA_8B,
+    "qwen3-silent": QWEN3_SILENT,
+    "deepseek": DEEPSEEK_V2_LITE,
+    "deepseek-v3": {**DEEPSEEK_V2_LITE, **V3},
+    "mistral": like_llama("mistral", "MistralForCausalLM", sliding_window=None),
+    "mistral-silent": like_llama(
+        "mistral", "MistralForCausalLM", num_key_value_heads=None, sliding_window=None
+    ),
+    "mixtral": like_llama("mixtral", "MixtralForCausalLM", num_local_experts=4, num_key_value_heads=None),
+    "qwen2": like_llama("qwen2", "Qwen2ForCausalLM", use_sliding_window=False, sliding_window=4096),
+    "qwen2-silent": like_llama("qwen2", "Qwen2ForCausalLM", num_key_value_heads=None, sliding_window=4096),
+    "qwen3_moe": like_llama("qwen3_moe", "Qwen3MoeForCausalLM", head_dim=64, **EXPERTS),
+    "qwen3_moe-silent": like_llama(
+        "qwen3_moe", "Qwen3MoeForCausalLM", num_key_value_heads=None, num_attention_heads=32, **EXPERTS
+    ),
+}
 
 
 def sizes(config: dict[str, Any], options: Options) -> ModelSizes:
@@ -137,6 +165,12 @@ def test_sizes_not_compared_with_a_stock_vllm_are_not_computed(change: dict[str,
         sizes({**QWEN3_8B, **change}, Options())
 
 
+def test_a_window_that_applies_without_a_value_is_not_computed() -> None:
+    silent = {name: value for name, value in MODELS["mistral"].items() if name != "sliding_window"}
+    with pytest.raises(SizesNotKnown, match="sliding windows"):
+        sizes(silent, Options())
+
+
 @pytest.mark.parametrize(
     ("config", "options"),
     [
@@ -156,17 +190,22 @@ def test_options_that_leave_the_sizes_unknown_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "said"),
+    ("change", "options", "error", "said"),
     [
-        ({"num_hidden_layers": None}, Options(), "num_hidden_layers"),
-        ({"torch_dtype": "float8_e4m3fn"}, Options(), "the dtype 'float8_e4m3fn' is not known"),
-        ({}, Options(tensor_parallel_size=3), "8 KV heads, which 3 ranks cannot share"),
+        ({"num_hidden_layers": None}, Options(), SizesNotKnown, "num_hidden_layers"),
+        (
+            {"torch_dtype": "float8_e4m3fn"},
+            Options(),
+            SizesNotKnown,
+            "the dtype 'float8_e4m3fn' is not known",
+        ),
+        ({}, Options(tensor_parallel_size=3), ConfigError, "8 KV heads, which 3 ranks cannot share"),
     ],
 )
 def test_sizes_that_do_not_follow_from_the_configuration_are_refused(
-    change: dict[str, Any], options: Options, said: str
+    change: dict[str, Any], options: Options, error: type[Exception], said: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(error, match=said):
         sizes({**QWEN3_8B, **change}, options)
 
 
@@ -185,9 +224,10 @@ def test_the_doctor_uses_the_models_sizes(tmp_path: Path, capsys: pytest.Capture
     assert "pages of 64.0 KiB" in found["copy speed"]["finding"]
 
 
-def test_a_quantization_in_a_separate_file_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [json.dumps(QUANTIZED), "not JSON", "[]", "\xff", '{"a":' * 100_000])
+def test_a_quantization_in_a_separate_file_is_read(tmp_path: Path, content: str) -> None:
     config = read_config(str(save(tmp_path, QWEN3_8B)))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(QUANTIZED))
+    (tmp_path / "hf_quant_config.json").write_text(content, encoding="latin-1")
     with pytest.raises(SizesNotKnown, match="give --kv-cache-dtype"):
         kv_sizes(read_config(str(tmp_path)), Options())
     given = Options(kv_cache_dtype="fp8")
@@ -298,7 +338,7 @@ CONTENTS: dict[str, bytes] = {
     "not UTF-8": b'{"model_type": "\xff"}',
     "zeros": bytes(4096),
     "nested": b'{"a":' * 100_000,
-    "huge": b" " * (2 << 20) + WHOLE,
+    "huge": b" " * (16 << 20) + WHOLE,
 }
 
 
@@ -327,16 +367,24 @@ SPECIAL: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read any file")
-def test_a_model_file_of_another_user_is_a_one_line_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_file_of_another_user_leaves_the_sizes_unknown(tmp_path: Path) -> None:
     (save(tmp_path, QWEN3_8B) / "config.json").chmod(0)
-    assert main(["doctor", "--model", str(tmp_path)]) == 2
-    assert "config.json cannot be read: Permission denied" in capsys.readouterr().err
+    with pytest.raises(SizesNotKnown, match=r"config\.json cannot be read: Permission denied"):
+        read_config(str(tmp_path))
+
+
+def sizes_by_the_doctor(capsys: pytest.CaptureFixture[str], model: str) -> tuple[dict[str, Any], str]:
+    """Return the doctor's finding about a model's sizes, and its whole output as text."""
+    argv = ["doctor", "--block-size", "16", "--config", "host_bytes=1MiB", "--model", model]
+    assert main([*argv, "--json"]) == 0
+    found = {one["check"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    assert found["host memory"]["verdict"] != "unknown"
+    assert main(argv) == 0
+    return found["model sizes"], capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", [*FIELDS, *CONTENTS, *SPECIAL])
-def test_a_hostile_model_file_is_a_one_line_error(
+def test_a_hostile_model_file_costs_the_sizes_and_no_other_check(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
@@ -348,12 +396,34 @@ def test_a_hostile_model_file_is_a_one_line_error(
         (folder / "config.json").write_bytes(CONTENTS[name])
     else:
         SPECIAL[name](folder / "config.json")
-    assert main(["doctor", "--block-size", "16", "--model", str(folder)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("kvoffload: error: --model")
-    assert err.rstrip("\n").isprintable()
-    assert len(err) < 600
+    sizes, out = sizes_by_the_doctor(capsys, str(folder))
+    assert sizes["verdict"] == "unknown"
+    assert len(sizes["remedy"]) < 600
+    assert out.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        *("s3://bucket/coder", "gs://bucket/model", "hf://org/model", "/models/weights", "/mnt/models", "."),
+        *("unsloth/Some-GGUF:Q4_K_M", "org/model", "model.gguf", "", "../..", "a" * 5000, "a\0b", "$MODEL"),
+    ],
+)
+def test_a_model_that_is_not_here_costs_the_sizes_and_no_other_check(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sizes_by_the_doctor(capsys, model)[0]["verdict"] == "unknown"
+
+
+@pytest.mark.parametrize("number", ["Infinity", "-Infinity", "NaN"])
+def test_sizes_are_computed_beside_numbers_that_json_lacks_and_in_large_files(
+    number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labels = json.dumps({str(one): f"label {one}" for one in range(130_000)})
+    text = json.dumps(LLAMA_8B)[:-1] + f', "limit": [0.0, {number}], "id2label": {labels}}}'
+    assert len(text) > 3_000_000
+    (tmp_path / "config.json").write_text(text)
+    assert "32 of them in a block" in sizes_by_the_doctor(capsys, str(tmp_path))[0]["finding"]
 
 
 @pytest.mark.parametrize(
@@ -396,7 +466,8 @@ def stock_sizes(folder: Path, block_size: int, cache_dtype: str, dtype: str) -> 
             with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
                 initialize_model(config)
             layers = config.compilation_config.static_forward_context
-            found = {name: layer.get_kv_cache_spec(config) for name, layer in layers.items()}
+            caches = {name: layer for name, layer in layers.items() if hasattr(layer, "get_kv_cache_spec")}
+            found = {name: layer.get_kv_cache_spec(config) for name, layer in caches.items()}
             specs = {name: spec for name, spec in found.items() if spec is not None}
         finally:
             distributed.cleanup_dist_env_and_memory()
@@ -417,7 +488,7 @@ def stock_sizes(folder: Path, block_size: int, cache_dtype: str, dtype: str) -> 
 def test_the_sizes_equal_those_of_a_stock_vllm(
     model: str, cache_dtype: str, dtype: str, tmp_path: Path
 ) -> None:
-    tokens = 16 if model == "deepseek" else 32  # vLLM's CPU backends accept these block sizes
+    tokens = 16 if "kv_lora_rank" in MODELS[model] else 32  # vLLM's CPU backends accept these block sizes
     found = sizes(MODELS[model], Options(block_size=tokens, kv_cache_dtype=cache_dtype, dtype=dtype))
     stock = stock_sizes(save(tmp_path, MODELS[model]), tokens, cache_dtype, dtype)
     assert (found.page_bytes, found.block_bytes) == stock

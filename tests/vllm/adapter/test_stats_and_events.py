@@ -89,7 +89,7 @@ def test_events_equal_those_of_vllms_block_pool() -> None:
     own["block_hasher"] = get_request_block_hasher(32, sha256)
     request = Request("a", list(range(70)), SamplingParams(max_tokens=1), None, **own)
     full, window = KeyMaker(groups.hash_ratios, groups.ids).keys(request.block_hashes, 0)
-    made = TierEvents(groups, {Tier.HOST: KeyIndex()}, find_wire(config), VllmDevice())
+    made = TierEvents(groups, {Tier.HOST: KeyIndex()}, find_wire(config), VllmDevice(), print)
     made.notes.take(request, 0, 70)
     ledger = [(key, True) for key in (full[1], full[0], window[1])] + [(BlockKey(b"gone" + bytes(4)), False)]
     ours = list(made.events(Tier.HOST, ledger))

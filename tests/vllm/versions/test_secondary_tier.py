@@ -5,19 +5,23 @@ Only the copies between device and host are replaced, as for the `fs` tier (`tes
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvoffload.disk.slot_file import SlotFile
@@ -29,6 +33,7 @@ from tests.vllm.engine_rig import MARKS, SLOT_BYTES, check_threads_gone, prompt
 from tests.vllm.stock import checkpoints, engines
 
 tiers = pytest.importorskip("vllm.v1.kv_offload.tiering.base", reason="this vLLM has no such tiers")
+LookupResult, ReqContext = tiers.LookupResult, tiers.ReqContext
 is_here = hasattr(tiers.SecondaryTierManager, "config_info") and not engines.IS_V2_RUNNER
 
 pytestmark = [*MARKS, pytest.mark.skipif(not is_here, reason="for vLLM 0.33 and later, on runner V1")]
@@ -277,6 +282,134 @@ def test_after_a_kill_at_any_moment_the_tokens_are_right(before: Before, tmp_pat
         found.append(sum(cached(answers)))
     assert found[0] == 0
     assert sum(found) > 0
+
+
+class Jobs:
+    """Gives jobs to a tier and takes their results, in place of vLLM's manager."""
+
+    def __init__(self, life: Life) -> None:
+        self.tier = life.tier
+        self.context = ReqContext("a request")
+        self._numbers = itertools.count(1_000_000)
+        self._ended: dict[int, Any] = {}
+
+    def start(self, keys: Sequence[Any], chunks: Sequence[int], *, is_load: bool = False) -> int:
+        number = next(self._numbers)
+        job = tiers.TransferJob(number, keys, np.array(chunks), is_load, self.context)
+        (self.tier.submit_load if is_load else self.tier.submit_store)(job)
+        return number
+
+    def ended(self) -> dict[int, Any]:
+        """Return the results of all jobs that have ended."""
+        self._ended |= {result.job_id: result for result in self.tier.get_finished_jobs()}
+        return self._ended
+
+    def result(self, number: int) -> Any:
+        """Wait for a job's end."""
+        while number not in self.ended():
+            os.sched_yield()
+        return self._ended[number]
+
+    def run(self, keys: Sequence[Any], chunks: Sequence[int], *, is_load: bool = False) -> Any:
+        return self.result(self.start(keys, chunks, is_load=is_load))
+
+    def has(self, *keys: Any) -> list[bool]:
+        return [self.tier.lookup(key, self.context) == LookupResult.HIT for key in keys]
+
+
+KEYS = [sha256(b"%d" % number).digest() for number in range(8)]
+
+
+def test_an_exception_in_the_tiers_threads_costs_hits_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("the memory is gone")
+
+    with capture_logs() as lines, living(tmp_path) as life:
+        expected = life.ask()
+        life.push_out()
+        with monkeypatch.context() as patched:
+            for name in ("get", "put"):
+                patched.setattr(life.tier._cache, name, fail)
+            found = life.ask()
+            assert (tokens(found), cached(found)) == (tokens(expected), NONE)
+        life.push_out()
+        found = life.ask()
+        assert (tokens(found), cached(found)) == (tokens(expected), ALL)
+    (line,) = (line for line in lines if line["event"] == "tier_copy_failed")
+    assert line["reason"] == "ValueError: the memory is gone"
+
+
+def test_open_stores_have_a_bound_in_bytes_and_further_stores_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, real = ThreadGate(), SlotFile.write
+
+    def held(self: SlotFile, slot: int, data: Sequence[memoryview]) -> None:
+        gate.arrive()
+        real(self, slot, data)
+
+    with capture_logs() as lines, living(tmp_path) as life:
+        monkeypatch.setattr(
+            "kvoffload_vllm.secondary_tier._LEAST_BYTES", 0
+        )  # this leaves a quarter: three chunks
+        monkeypatch.setattr(SlotFile, "write", held)
+        jobs = Jobs(life)
+        accepted = [jobs.start(KEYS[:1], [0]), jobs.start(KEYS[1:3], [1, 2])]
+        gate.wait_for_arrivals(1)
+        refused = [jobs.start(KEYS[3:4], [3]), jobs.start(KEYS[4:5], [4])]
+        load = jobs.start(KEYS[5:6], [5], is_load=True)
+        assert jobs.result(load).success is False  # a load is not refused, it finds nothing
+        assert {number: result.success for number, result in jobs.ended().items()} == {
+            load: False,
+            **dict.fromkeys(refused, False),
+        }
+        gate.open()
+        assert [jobs.result(number).success for number in accepted] == [True, True]
+        assert jobs.run(KEYS[3:8], [3, 4, 5, 6, 7]).success, (
+            "a store that is alone is accepted whatever its size"
+        )
+        assert all(jobs.has(*KEYS))
+    assert [line["event"] for line in lines if line["log_level"] == "warning"] == ["tier_call_refused"]
+
+
+def test_keys_and_chunks_that_are_none_cost_only_themselves(tmp_path: Path) -> None:
+    with capture_logs() as lines, living(tmp_path) as life:
+        jobs, odd = Jobs(life), [b"", b"k" * 65, "text"]
+        for number, key in enumerate(odd):
+            assert jobs.run([KEYS[number], key], [0, 1]).success is False
+            assert jobs.has(KEYS[number], key) == [True, False]
+            loaded = jobs.run([KEYS[number], key], [2, 3], is_load=True)
+            assert (loaded.success, loaded.successful_keys) == (False, (KEYS[number],))
+        for chunk in (HOST_CHUNKS, -1, -2):
+            assert jobs.run(KEYS[4:5], [chunk]).success is False
+        assert jobs.run(KEYS[4:6], [0]).success is False
+        assert jobs.has(*KEYS[4:6]) == [False, False]
+        assert jobs.run(KEYS[4:6], [0, 1]).success
+        assert jobs.has(*KEYS[4:6]) == [True, True]
+    warned = [line["reason"] for line in lines if line["event"] == "tier_call_refused"]
+    assert len(warned) == 3, warned  # of a key, of a page, and of a count
+
+
+def test_a_forked_child_ends_its_jobs_at_once_and_waits_for_nothing(tmp_path: Path) -> None:
+    with living(tmp_path) as life:
+        jobs = Jobs(life)
+        assert jobs.run(KEYS[:1], [0]).success
+        child = os.fork()
+        if not child:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(20)  # ends a child that hangs
+            try:
+                found = [jobs.has(KEYS[0]), jobs.run(KEYS[:1], [0]).success]
+                found.append(jobs.run(KEYS[:1], [0], is_load=True).success)
+                jobs.tier.drain_jobs()
+                jobs.tier.shutdown()
+                os._exit(found != [[False], False, False])
+            finally:
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+        assert jobs.has(KEYS[0]) == [True]
 
 
 def test_without_the_engines_configuration_the_start_is_refused() -> None:

@@ -1,0 +1,132 @@
+"""The forms in which people hold an engine's command line. Names, folders and addresses are made up."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvoffload.checks.launch import Launch, find_launch
+from kvoffload.model.errors import ConfigError
+
+COMMANDS = re.compile(r"(?:\S*/)?engine serve|engine\.server")
+TRANSFER = '{"connector": "ours", "extra": {"bytes": "64GiB"}}'
+IN_SHELL = f"export POOL=big\nulimit -n 65536 && exec engine serve M \\\n  --ranks 2 --transfer '{TRANSFER}' 2>&1 | tee /tmp/log\necho ended"
+REST = ["M", "--ranks", "2"]
+RUN = "docker run --rm --gpus all --ipc=host -p 8000:8000 -v ~/.cache:/root/.cache"
+
+
+def find(line: str | list[str]) -> Launch:
+    return find_launch(shlex.split(line) if isinstance(line, str) else line, COMMANDS, "engine serve MODEL")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "engine serve M --ranks 2",
+        "/opt/venv/bin/engine serve M --ranks 2",
+        "uv run --with x engine serve M --ranks 2",
+        "nohup numactl --cpunodebind=0 engine serve M --ranks 2",
+        "CUDA_VISIBLE_DEVICES=0,1 engine serve M --ranks 2",
+        "env A=b python3 -m engine.server M --ranks 2",
+        "torchrun --nproc-per-node 2 -m engine.server M --ranks 2",
+        "srun --gres=gpu:2 --container-image=x engine serve M --ranks 2",
+        "apptainer exec --nv image.sif engine serve M --ranks 2",
+        f"{RUN} img engine serve M --ranks 2",
+        f"{RUN} --entrypoint engine img serve M --ranks 2",
+        f"{RUN} --entrypoint '/usr/bin/engine serve' img M --ranks 2",
+        f"{RUN} --entrypoint python3 img -m engine.server M --ranks 2",
+        f"{RUN} img M --ranks 2",
+        "sudo docker run -d --name engine-1 --restart unless-stopped --shm-size 16g img:v1 M --ranks 2",
+        "docker container run -itd --network host --privileged img@sha256:ab M --ranks 2",
+        "docker --context far run --init -eA=b -p8000:80 registry.example.com:5000/x/img:1 M --ranks 2",
+        "podman run --replace --device nvidia.com/gpu=all --security-opt=label=disable img M --ranks 2",
+        "nerdctl run --env-file /nowhere --gpus=all img M --ranks 2",
+        "docker compose run --rm img M --ranks 2",
+    ],
+)
+def test_the_arguments_are_found_behind_launchers_and_images(line: str) -> None:
+    assert list(find(line).arguments) == REST
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bash", "-c", IN_SHELL],
+        ["/bin/sh", "-lc", IN_SHELL],
+        ["docker", "run", "--entrypoint", "bash", "img", "-c", IN_SHELL],
+        ["kubectl", "run", "x", "--image=img", "--command", "--", "sh", "-c", IN_SHELL],
+        [IN_SHELL],
+    ],
+)
+def test_a_script_is_read_up_to_the_commands_end(words: list[str]) -> None:
+    found = find(words)
+    assert list(found.arguments) == [*REST, "--transfer", TRANSFER]
+    assert found.environ["POOL"] == "big"
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--model", "M", "--ranks", "2"], ["--model", "M", "--ranks", "2"]),
+        (["org/m", "--ranks=2"], ["org/m", "--ranks=2"]),
+        (["/mnt/models"], ["/mnt/models"]),
+        (["s3://bucket/m", "--ranks", "2"], ["s3://bucket/m", "--ranks", "2"]),
+        ([json.dumps(["--model", "M", "--transfer", TRANSFER])], ["--model", "M", "--transfer", TRANSFER]),
+        (['args: ["--model", "M"]'], ["--model", "M"]),
+        ([f"args:\n  - --model=M\n  - '--transfer={TRANSFER}'\n"], ["--model=M", f"--transfer={TRANSFER}"]),
+        (["command: --model M --ranks 2"], ["--model", "M", "--ranks", "2"]),
+        (["command: >\n  --model M\n  --ranks 2\n"], ["--model", "M", "--ranks", "2"]),
+        ([f"command: >-\n  engine serve M\n  --transfer '{TRANSFER}'"], ["M", "--transfer", TRANSFER]),
+    ],
+)
+def test_a_pods_args_and_composes_command_are_the_arguments(words: list[str], wanted: list[str]) -> None:
+    assert list(find(words).arguments) == wanted
+
+
+def test_the_image_and_its_environment_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "of this machine")
+    monkeypatch.setenv("ALLOCATOR", "of this machine")
+    (tmp_path / "env").write_text("# a comment\nC=3\nTOKEN\n")
+    found = find(f"ALLOCATOR=x docker run -e A=1 --env=B=2 --env-file {tmp_path}/env img engine serve M")
+    assert found.image == "img"
+    assert found.whole_environ == {"A": "1", "B": "2", "C": "3", "TOKEN": "of this machine"}
+    here = find("A=1 engine serve M")
+    assert (here.image, here.whole_environ["ALLOCATOR"], here.whole_environ["A"]) == (
+        "",
+        "of this machine",
+        "1",
+    )
+
+
+def test_variables_are_replaced_if_their_value_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL", "org/m")
+    monkeypatch.delenv("RANKS", raising=False)
+    found = find(["sh", "-c", "PORT=8000 engine serve $MODEL --port ${PORT} --ranks $RANKS --id=$(POD_IP)"])
+    assert found.arguments == ("org/m", "--port", "8000", "--ranks", "$RANKS", "--id=$(POD_IP)")
+    assert found.placeholders == ["$RANKS", "--id=$(POD_IP)"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bash", "start.sh"],
+        ["./start.sh", "--ranks", "2"],
+        ["python", "client.py", "--model", "M"],
+        ["engine", "bench", "serve"],
+        ["engine"],
+        ["docker", "run"],
+        ["docker", "run", "--rm"],
+        ["docker", "run", "ubuntu", "ls", "folder"],
+        ["sh", "-c", "engine serve 'M"],
+        [""],
+        ["[1, 2"],
+    ],
+)
+def test_a_line_that_does_not_start_the_engine_is_one_problem(words: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        find(words)
+    assert len(raised.value.problems) == 1
