@@ -45,6 +45,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 from kvoffload.core.jobs import Failure, Fetch, InFlight, Offer, Spill
@@ -443,13 +444,16 @@ class LowerTiers:
         asked for: not the blocks above the remote tier or after the last token that a lookup can find, and none at all
         if a fetch of all of them would be too short.
         """
-        state, limit, block_of = self._state, record.prompt_tokens - 1, self._state.device.block_of
+        state, limit, first = self._state, record.prompt_tokens - 1, 0
         *above, remote = state.tiers
         if record.limits.load_tokens == 0 or not _allows(record, remote):
             return []
+        if state.shape.is_one_full_group:
+            # With more groups, a hit may need blocks of one group that the device has.
+            on_device = (state.device.block_of(key) is not None for key in record.keys[0])
+            first = sum(takewhile(bool, on_device))
         lacking = list[BlockKey]()
         for group, keys in zip(state.shape.groups, record.keys, strict=True):
-            first = next((place for place, key in enumerate(keys) if block_of(key) is None), len(keys))
             last = limit // group.block_tokens + group.has_lookahead
             lacking += [key for key in keys[first:last] if key not in state.pool.index]
         is_short = len(lacking) * state.shape.alignment < remote.least_tokens

@@ -10,7 +10,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, TierOutcome
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
 from tests.core.remote_world import RemoteWorld, Value
-from tests.core.world import GARBAGE, World, full, keys_of
+from tests.core.world import GARBAGE, World, full, keys_of, window
 from tests.operations import calls
 
 
@@ -81,6 +81,18 @@ def test_blocks_on_the_host_or_device_are_not_queried(place: str) -> None:
     assert world.asked == []  # its last token is computed, so its last block is
     world.add("longer", TEXT + "qrstu", answers=False)
     assert [ask.keys for ask in world.asked] == [(keys_of(TEXT + "qrst", full())[-1],)]
+
+
+def test_with_several_groups_blocks_on_the_device_are_queried() -> None:
+    groups = full(), window(8, group=1)
+    world = RemoteWorld(*groups, host=8)
+    world.serve("once", TEXT)
+    world.serve("another", OTHER)
+    assert world.on_host(TEXT) == "...."
+    world.add("again", TEXT, answers=False)  # the device's hit may be shorter than what it has of a group
+    assert [ask.keys for ask in world.asked] == [
+        tuple(key for group in groups for key in keys_of(TEXT, group)[:3])
+    ]
 
 
 @pytest.mark.parametrize(("least", "asked"), [(12, 1), (13, 0)])

@@ -29,7 +29,7 @@ _ANSWERS: dict[str, Callable[[Any], bytes]] = {
     "too many": lambda result: _encode(result * 2),
     "a flood": lambda _: _encode([0] * 2**22),
     "garbage": lambda _: b"garbage",
-    "closes": sys.exit,  # this ends only the thread, which closes the connection
+    "closes": lambda _: sys.exit(),  # this ends only the thread, which closes the connection
 }
 _LINES = 100
 
