@@ -49,7 +49,7 @@ demo: $(if $(findstring --remote,$(ARGS)),venv,$(VENV)/demo-ready)  ## compare c
 	@$(BIN)/kvoffload demo $(ARGS)
 
 test: $(VENV)/wheel/ready vllm-env sglang-env  ## prove every promise once, in 15 minutes
-	@.ci/tools || echo "Tests that need those programs are skipped."
+	@.ci/tools || { test -z "$$CI" || exit 1; echo "Tests that need those programs are skipped."; }
 	@.ci/timed "tests without vLLM" $(WITHOUT_VLLM) -m "not vllm and not sglang and not full" $(ARGS)
 	@$(if $(ARGS),echo "ARGS chose tests; those on a stock engine: make test-vllm ARGS=... or test-sglang",$(MAKE) --no-print-directory test-vllm test-sglang)
 
@@ -77,7 +77,7 @@ test-sglang: $(VENV)/wheel/ready sglang-env  ## run the part of make test that n
 
 test-all: PROFILE := full
 test-all: $(VENV)/wheel/ready vllm-env sglang-env quick-others size  ## run every test that this machine can run
-	@.ci/tools || echo "Tests that need those programs are skipped."
+	@.ci/tools || { test -z "$$CI" || exit 1; echo "Tests that need those programs are skipped."; }
 	@.ci/timed "all tests without vLLM" $(WITHOUT_VLLM) -m "not vllm and not sglang" $(ARGS)
 	@$(if $(ARGS),,.ci/timed "versions of vLLM" $(VERSIONS) --check)
 	@$(if $(ARGS),,.ci/timed "all tests on vLLM" $(WITH_VLLM) -m vllm $(VLLM_TESTS))

@@ -36,6 +36,14 @@ def signals_are_as_before() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.hookimpl(trylast=True)  # after Hypothesis has marked its tests
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give property tests ten minutes, because their many examples take as long as the machine is busy."""
+    for item in items:
+        if item.get_closest_marker("hypothesis") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for reason in reasons_to_skip(item):
         pytest.skip(reason)

@@ -86,7 +86,8 @@ class Bus:
 
         Observers must call `publish` instead.
         """
-        routes, self._batch = self._routes, batch
+        routes = self._routes
+        self._batch = batch
         try:
             # `chain` also reaches messages that observers append.
             for message in chain(batch, (Batch(self.published, self.hook.now, batch),)):

@@ -7,6 +7,7 @@ from contextlib import suppress
 from enum import IntEnum
 
 from kvoffload.model.errors import KVOffloadError
+from kvoffload.model.errors import printable as printable
 
 
 class Exit(IntEnum):
@@ -41,14 +42,6 @@ class OutputError(CommandError):
 def say(text: str) -> None:
     """Print a message to standard error, after "kvoffload: "."""
     print_error(f"kvoffload: {printable(text)}")
-
-
-def printable(text: str) -> str:
-    """Replace the characters that a terminal might interpret, such as control characters, with "?".
-
-    The names of files, models and servers may contain such characters.
-    """
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def print_error(text: str, end: str = "\n") -> None:

@@ -48,14 +48,20 @@ class Retention:
         If held slots would fill more than three quarters of the host, hold only blocks that no lower tier has. So there
         is always room for stores and for other requests' fetches.
         """
+        if self._tiers:
+            slots = self._fitting(record, slots)
+        self._pool.hold(slots)
+        record.held += slots
+
+    def _fitting(self, record: RequestRecord, slots: Sequence[SlotId]) -> Sequence[SlotId]:
         pool = self._pool
         room = max(pool.capacity - pool.capacity // 4 - len(pool.holds), 0)
-        if self._tiers and len(slots) > room:
-            indexes = [tier.pool.index for tier in self._tiers]
-            rest = [slot for slot in slots[room:] if not any(pool.key(slot) in index for index in indexes)]
-            slots = [*slots[:room], *rest]
-            record.shares = True
-        self.keep(record, slots)
+        if len(slots) <= room:
+            return slots
+        record.shares = True
+        indexes = [tier.pool.index for tier in self._tiers]
+        rest = [slot for slot in slots[room:] if not any(pool.key(slot) in index for index in indexes)]
+        return [*slots[:room], *rest]
 
     def keep(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
         """Hold slots of a request's prefix until the request has no block table and no open job."""

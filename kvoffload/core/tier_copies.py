@@ -45,6 +45,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 from typing import Generic, NamedTuple, TypeVar
 
 from kvoffload.core.jobs import Failure, Fetch, InFlight, Offer, Spill
@@ -343,6 +344,7 @@ class Spills(_Copies[Spill]):
         if evicted:
             for tier_slot in tier_slots:
                 tier.invalidate(tier_slot)
+            tier.unconfirmed.difference_update(evicted)
             self._state.tally.evicted_below(tier.tier, EvictionCause.SPACE, len(evicted))
         targets = tier.targets(keys, tier_slots)
         self._plan(Spill(self, slots, targets, tier.extra(), tier.tier, keys=keys, tier_slots=tier_slots))
@@ -427,19 +429,37 @@ class LowerTiers:
         for fetches in self._fetches:
             if fetches.warm:
                 fetches.leave_to(record)
-        self._seen(record)
-        state, remote = self._state, self._state.remote
-        if remote is None or not (remote.is_usable and record.reads_cache and record.persists):
-            return
-        if record.limits.load_tokens == 0 or not _allows(record, remote):
-            return
-        if state.degraded is not None:
-            return
-        above = [state.pool.index, *[tier.pool.index for tier in state.tiers if tier is not remote]]
-        keys = [key for group in record.keys for key in group if not any(key in index for index in above)]
-        if keys:
+        remote = self._state.remote
+        is_open = remote is not None and remote.is_usable and self._state.degraded is None
+        if is_open and record.reads_cache and record.persists and (keys := self._wanted(record)):
+            assert remote is not None
             record.awaits_answer = True
             remote.ask(record.request, keys)
+        self._seen(record)
+
+    def _wanted(self, record: RequestRecord) -> list[BlockKey]:
+        """Return which of an arriving request's blocks the remote tier must be asked for.
+
+        Mooncake protects each block that it is asked for from eviction, so only blocks that a fetch could use are
+        asked for: not the blocks above the remote tier or after the last token that a lookup can find, and none at all
+        if a fetch of all of them would be too short.
+        """
+        state, limit, first = self._state, record.prompt_tokens - 1, 0
+        *above, remote = state.tiers
+        if record.limits.load_tokens == 0 or not _allows(record, remote):
+            return []
+        if state.shape.is_one_full_group:
+            # With more groups, a hit may need blocks of one group that the device has.
+            on_device = (state.device.block_of(key) is not None for key in record.keys[0])
+            first = sum(takewhile(bool, on_device))
+        lacking = list[BlockKey]()
+        for group, keys in zip(state.shape.groups, record.keys, strict=True):
+            last = limit // group.block_tokens + group.has_lookahead
+            lacking += [key for key in keys[first:last] if key not in state.pool.index]
+        is_short = len(lacking) * state.shape.alignment < remote.least_tokens
+        if is_short or limit < max(record.least_tokens, state.policy.min_load_tokens):
+            return []
+        return [key for key in lacking if not _have(above, key)]
 
     def _seen(self, record: RequestRecord) -> None:
         """Fetch the blocks of an arriving request's prefix that only lower tiers have."""
@@ -543,11 +563,18 @@ class LowerTiers:
         return cause
 
     def _usable(self, record: RequestRecord) -> list[LowerTier]:
-        """Return the tiers from which a fetch for a request may start now."""
+        """Return the tiers from which a fetch for a request may start now.
+
+        While the remote tier is asked for the request's blocks, its earlier answers do not count.
+        """
         if self._state.degraded is not None or self._state.stall.is_on:
             return []
-        tiers = self._state.tiers
-        return [tier for tier in tiers if tier.is_usable and tier.has_blocks and _allows(record, tier)]
+        unsure = self._state.remote if record.awaits_answer else None
+        return [
+            tier
+            for tier in self._state.tiers
+            if tier.is_usable and tier.has_blocks and tier is not unsure and _allows(record, tier)
+        ]
 
     def _first_missing(self, keys: Sequence[BlockKey]) -> BlockKey | None:
         """Return the first of a prefix's keys that the host lacks, or None if the host has all keys.
@@ -724,4 +751,4 @@ def _allows(record: RequestRecord, tier: LowerTier) -> bool:
 
 
 def _have(tiers: Sequence[LowerTier], key: BlockKey) -> bool:
-    return any(key in tier.pool.index.parts[key[0]] for tier in tiers)
+    return any(key in tier.pool.index.parts[key[0]] and key not in tier.unconfirmed for tier in tiers)

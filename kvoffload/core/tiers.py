@@ -3,7 +3,8 @@
 Each tier keeps its slots in the same kind of pool as the host. A disk slot stands for the same slot in every rank's
 file. A remote tier manages its blocks itself, and other engines write to the tier, too. So a slot of a remote tier is
 only a hint that the tier has a block, and the pool's size limits the number of hints. A fetch that finds nothing
-removes the hint.
+removes the hint. After a spill to a full remote tier, the tier may already have evicted the block again. So the hint of
+a spill prevents a second spill, but no request fetches the block until an answer of the tier has confirmed the hint.
 
 `tier_copies` decides which blocks are copied.
 """
@@ -62,6 +63,8 @@ class LowerTier:
         least_tokens: the fewest tokens that a fetch must add to a hit; fewer tokens are recomputed.
         candidates: keys that were found again and may be spilled, in the order in which the host evicts them.
         namespace: the namespace of this engine's blocks in a remote tier; empty for the disk.
+        unconfirmed: keys of blocks that spills have written to a remote tier and no answer has confirmed; empty for the
+            disk.
     """
 
     namespace = ""
@@ -80,6 +83,7 @@ class LowerTier:
         self.least_tokens = 0
         self.in_flight = InFlight()
         self.candidates: deque[BlockKey] = deque()
+        self.unconfirmed: set[BlockKey] = set()
         self._waiting: set[BlockKey] = set()  # the same keys as in `candidates`
         self._spills, self._fetches = [jobs.by_state[tier, way] for way in (Direction.STORE, Direction.LOAD)]
 
@@ -303,12 +307,24 @@ class RemoteTier(LowerTier):
     def note(self, found: Sequence[BlockKey], missing: Sequence[BlockKey]) -> None:
         """Record the tier's answer. If hints of all `found` keys do not fit, record the first keys."""
         index, spilling = self.pool.index, self.in_flight.keys
+        self.unconfirmed.difference_update(found, missing)
         for key in missing:
             if (slot := index.get(key)) is not None:
                 self.pool.invalidate(slot)
         new = [key for key in dict.fromkeys(found) if key not in index and key not in spilling]
-        slots, _ = self.pool.reserve(new[: self.pool.room])
+        slots, evicted = self.pool.reserve(new[: self.pool.room])
+        self.unconfirmed.difference_update(evicted)
         self.pool.fill(slots[::-1])
+
+    def put(self, job: Spill) -> None:
+        indexed_key = self.pool.indexed_key
+        self.unconfirmed.update(
+            [key for key, slot in zip(job.keys, job.tier_slots, strict=True) if indexed_key(slot) == key]
+        )
+
+    def invalidate(self, tier_slot: SlotId) -> None:
+        if (key := self.pool.key(tier_slot)) is not None:
+            self.unconfirmed.discard(key)
 
     def targets(self, keys: list[BlockKey], tier_slots: list[SlotId]) -> list[Any]:
         return keys
@@ -321,6 +337,7 @@ class RemoteTier(LowerTier):
         self.namespace = ""  # the new namespace is not known yet
         self.is_open = False
         self.asks.clear()
+        self.unconfirmed.clear()
         return super().forget_all()
 
 
@@ -357,7 +374,8 @@ class LayeredIndex:
     __slots__ = ("_found", "get", "parts")
 
     def __init__(self, host: KeyIndex, tiers: Sequence[LowerTier], device: BlockPool | None = None) -> None:
-        on_host, lower = host.parts, [(tier, tier.pool.index.parts) for tier in tiers]
+        on_host = host.parts
+        lower = [(tier, tier.pool.index.parts, tier.unconfirmed) for tier in tiers]
         block_of = None if device is None else device.block_of
         found = self._found = list[Block]()
 
@@ -368,8 +386,8 @@ class LayeredIndex:
                 return slot
             if block_of is not None and block_of(key) is not None:
                 return ON_DEVICE
-            for tier, parts in lower:
-                if (tier_slot := parts[byte].get(key)) is not None:
+            for tier, parts, unconfirmed in lower:
+                if (tier_slot := parts[byte].get(key)) is not None and key not in unconfirmed:
                     found.append((key, tier, tier_slot))
                     return -len(found)  # type: ignore[return-value]  # calling `SlotId` for each block would take time
             return None

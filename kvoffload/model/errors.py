@@ -72,6 +72,14 @@ class RemoteGone(RemoteError):
     """Raised when the connection to the remote tier has ended, so that the next call must connect again."""
 
 
+def printable(text: str) -> str:
+    """Replace the characters that a terminal might interpret, such as control characters, with "?".
+
+    The names of files, models and servers may contain such characters.
+    """
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 def reason_of(error: Exception) -> str:
     """Return an error's text, with the name of its class unless it is an `OSError` or a `KVOffloadError`."""
     return str(error) if isinstance(error, (OSError, KVOffloadError)) else f"{type(error).__name__}: {error}"

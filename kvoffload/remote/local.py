@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -77,8 +78,10 @@ class Server:
             raise
 
     def kill(self) -> None:
-        """Kill the process and wait until it has ended."""
-        self.process.kill()
+        """Kill the process and its children, and wait until the process has ended."""
+        if self.process.poll() is None:
+            # A Mooncake master writes each snapshot in a child, which would keep the master's port open.
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def _wait(self, is_ready: Callable[[], bool], log: Path) -> None:

@@ -4,6 +4,10 @@ For each connection, Mooncake's client runs in a child process (`mooncake_child.
 affected if the client hangs, crashes or aborts. Each call has a time limit. If a call reaches the limit, the child is
 killed, which ends the connection. Values are in memory that both processes map.
 
+The client reads what other machines send, so the child is not trusted: if its answer has another type or number of
+results than the call allows, or too many bytes, the child is killed, too. What the child prints stays out of the
+engine's output; the last line is quoted if the child ends or cannot connect.
+
 This file relies on, or works around, this behaviour of the client (observed with version 0.3.13):
 * Connecting holds the GIL: for 2 s if a proxy closes each connection, 90 s without a master, 600 s if the master is
   suspended. So the engine's process first checks that a master answers, and otherwise starts no child.
@@ -14,6 +18,13 @@ This file relies on, or works around, this behaviour of the client (observed wit
 * For ten seconds after a node has died, the master still lists the node's objects, and reports puts of these objects as
   successful. A get of such an object takes 0.7 s.
 * Hard-pinned objects are not evicted, so the generation is stored as a hard-pinned object.
+* A master that restores a snapshot has the list of objects of that time, and the nodes' memory as it is now. A
+  replacement of equal length is written to the same memory, so it is still there. A replacement of another length is
+  lost, and the replaced object is back. So all generations have the same length (`values.py`).
+* A put that returns 0 may evict the object of an earlier put, and asking for an object protects it from eviction for
+  the length of a lease, by default 10 s. So a put proves nothing, and each question takes space from new objects.
+* The client writes about six lines per attempt to connect to standard error, and attempts it 20 times. Its setting
+  MC_LOG_LEVEL=ERROR leaves one line per attempt.
 """
 
 from __future__ import annotations
@@ -28,14 +39,16 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from io import FileIO
 from typing import Any
 
 import msgspec
 
 from kvoffload.model.causes import RemoteFault
-from kvoffload.model.errors import RemoteError, RemoteGone
+from kvoffload.model.errors import RemoteError, RemoteGone, printable
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import MooncakeAddress
+from kvoffload.remote.mooncake_child import RAISED
 from kvoffload.remote.store import FAILED, MISSING, Refusals, SharedMemory
 from kvoffload.remote.values import Shard
 
@@ -48,6 +61,17 @@ _NO_ANSWER = -800  # codes up to -800 mean that the transfer broke off or that t
 _NO_SPACE = -200
 _UNREACHABLE = RemoteFault.UNREACHABLE
 _NO_REQUEST = bytes(32)
+_MOST_TEXT = 200  # how many characters of the client's text a message may contain
+_MOST_ANSWER = 2**20  # the size limit of an answer in bytes: the results for 100,000 keys
+_PIPE_BYTES = 2**16
+_CODES = list[int]
+_RESULTS: dict[str, Any] = {
+    "batch_is_exist": _CODES,
+    "batch_get_into": _CODES,
+    "batch_put_from": _CODES,
+    "get": bytes,
+}
+"""The types of results; by default a result is an `int`."""
 _CHILD = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -74,31 +98,32 @@ class MooncakeStore:
         self.refusals = Refusals()
         self._timeout_s = timeout_s
         self._reason: str | None = None  # why the child was killed, or None
-        self._process, self._control = _start(timeout_s)
-        self._end = weakref.finalize(self, _end, self._process, self._control)
+        self._process, self._control, self._output = _start(timeout_s)
+        self._end = weakref.finalize(self, _end, self._process, self._control, self._output)
         master = f"{address.host}:{address.port}"
         try:
             code = self._call("setup", own, address.protocol, master, limit_s=CONNECT_S)
             if code:
-                raise RemoteError(f"the Mooncake master at {address} refuses the connection (code {code})")
+                reason = f"the Mooncake master at {address} refuses the connection (code {code})"
+                raise RemoteError(f"{reason}{self._last_line()}")
         except RemoteError:
             self.close()
             raise
 
     def ask(self, shard: Shard, keys: Sequence[BlockKey]) -> list[bool]:
-        codes = self._call("batch_is_exist", [shard.name(key) for key in keys])
+        codes = self._codes("batch_is_exist", shard, keys)
         if codes and min(codes) < 0:
             raise RemoteError(f"the Mooncake master does not answer (code {min(codes)})", _UNREACHABLE)
         return [code == 1 for code in codes]
 
     def get(self, shard: Shard, keys: Sequence[BlockKey], buffers: Sequence[memoryview]) -> list[int]:
-        codes = self._call("batch_get_into", [shard.name(key) for key in keys], list(map(_place, buffers)))
+        codes = self._codes("batch_get_into", shard, keys, list(map(_place, buffers)))
         if all(code <= _NO_ANSWER for code in codes):
             raise RemoteError(f"Mooncake delivers nothing (code {codes[0]})", _UNREACHABLE)
         return [code if code >= 0 else MISSING if code == _NOT_FOUND else FAILED for code in codes]
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
-        codes = self._call("batch_put_from", [shard.name(key) for key in keys], list(map(_place, values)))
+        codes = self._codes("batch_put_from", shard, keys, list(map(_place, values)))
         if all(code <= _NO_ANSWER for code in codes):
             raise RemoteError(f"Mooncake takes nothing (code {codes[0]})", _UNREACHABLE)
         refused = [code for code in codes if code]
@@ -131,6 +156,13 @@ class MooncakeStore:
     def close(self) -> None:
         self._end()
 
+    def _codes(self, call: str, shard: Shard, keys: Sequence[BlockKey], *arguments: object) -> list[int]:
+        """Return the result of a call for several keys: a code for each key."""
+        codes: list[int] = self._call(call, [shard.name(key) for key in keys], *arguments)
+        if len(codes) != len(keys):
+            raise self._gone(f"Mooncake's client returned {len(codes)} results for {len(keys)} keys")
+        return codes
+
     def _call(
         self, call: str, *arguments: object, memory: SharedMemory | None = None, limit_s: float | None = None
     ) -> Any:  # noqa: ANN401  # the type depends on the call
@@ -138,9 +170,10 @@ class MooncakeStore:
 
         Raises:
             RemoteError: the call raised an error in the child.
-            RemoteGone: the child exited, or was killed because it did not answer in time.
+            RemoteGone: the child exited, or was killed because it did not answer in time or not as the call allows.
         """
         limit_s = limit_s or self._timeout_s
+        self._output.read(_PIPE_BYTES)  # make room for the lines of this call
         until = time.monotonic() + limit_s
         ours, theirs = socket.socketpair()
         try:
@@ -151,17 +184,32 @@ class MooncakeStore:
                 ours.settimeout(limit_s)
                 ours.sendall(msgspec.msgpack.encode((call, *arguments)))
                 ours.shutdown(socket.SHUT_WR)
-                answer, problem = msgspec.msgpack.decode(_received(ours, until))
+                data = _received(ours, until)
         except TimeoutError:
             raise self._gone(f"Mooncake has not answered for {limit_s:g} s", RemoteFault.TIMEOUT) from None
-        except (OSError, msgspec.DecodeError):
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
-            code = self._process.returncode
-            raise self._gone(f"the process of Mooncake's client has ended (exit code {code})") from None
-        if problem is not None:
-            raise RemoteError(problem)
-        return answer
+        except OSError:
+            data = b""
+        if not data:
+            raise self._gone(f"the process of Mooncake's client {self._how_ended()}{self._last_line()}")
+        if data[:1] == RAISED:
+            raise RemoteError(printable(data[1:].decode(errors="replace")[:_MOST_TEXT]))
+        try:
+            return msgspec.msgpack.decode(data, type=_RESULTS.get(call, int))
+        except msgspec.DecodeError:
+            reason = "the process of Mooncake's client sent something other than an answer"
+            raise self._gone(reason) from None
+
+    def _how_ended(self) -> str:
+        """Return what a child did that closed a connection without an answer."""
+        with suppress(subprocess.TimeoutExpired):
+            return f"has ended (exit code {self._process.wait(_END_S)})"
+        return "closed a connection without an answer"
+
+    def _last_line(self) -> str:
+        """Return the last line that the child has printed since the call began, after ": "; "" if it printed none."""
+        lines = (self._output.read(_PIPE_BYTES) or b"").decode(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        return f": {printable(last[:_MOST_TEXT])}" if last else ""
 
     def _gone(self, reason: str, fault: RemoteFault = RemoteFault.OTHER) -> RemoteGone:
         """Kill the child and return the error to raise. Other threads' calls then fail with the same reason."""
@@ -170,34 +218,43 @@ class MooncakeStore:
         return RemoteGone(self._reason, fault)
 
 
-def _start(timeout_s: float) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a child process. Return the process and the control socket, which sends calls to the child.
+def _start(timeout_s: float) -> tuple[subprocess.Popen[bytes], socket.socket, FileIO]:
+    """Start a child process.
 
     Ctrl-C in a terminal does not signal the child.
+
+    Returns:
+        The process, the control socket, which sends calls to the child, and a pipe with the child's output. The pipe
+        blocks neither end: output that does not fit is lost.
     """
     control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    output, printed = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     control.settimeout(timeout_s)
     command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(os.getpid()), str(theirs.fileno())]
     # Hide the GPUs, because the child copies only host memory and must not use GPU memory.
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    with theirs:
+    environment = {"MC_LOG_LEVEL": "ERROR", **os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    with theirs, open(printed, "wb", buffering=0) as pipe:
         try:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
                 pass_fds=[theirs.fileno()],
                 env=environment,
                 start_new_session=True,
             )
         except BaseException:
             control.close()
+            os.close(output)
             raise
-    return process, control
+    return process, control, FileIO(output)
 
 
-def _end(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+def _end(process: subprocess.Popen[bytes], control: socket.socket, output: FileIO) -> None:
     _kill(process)
     control.close()
+    output.close()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -207,10 +264,11 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def _received(connection: socket.socket, until: float) -> bytes:
-    """Return all bytes received until the other end closes the connection."""
-    parts = list[bytes]()
-    while part := connection.recv(2**16):
+    """Return all bytes received until the other end closes the connection, or a few more than `_MOST_ANSWER`."""
+    parts, size = list[bytes](), 0
+    while size <= _MOST_ANSWER and (part := connection.recv(2**16)):
         parts.append(part)
+        size += len(part)
         connection.settimeout(max(until - time.monotonic(), _LEAST_S))
     return b"".join(parts)
 

@@ -26,10 +26,11 @@ from kvoffload.model.errors import RemoteError
 
 _OWN_BUFFER = 16 * 2**20  # the size in bytes of the client's buffer for small objects
 _SET_DEATH_SIGNAL = 1  # the kernel's constant PR_SET_PDEATHSIG
-_INSTALL = (
-    "the Mooncake client cannot be loaded ({}); install kvoffload[mooncake], or on a GPU the client's wheel for its CUDA, "
-    "and the package libibverbs1"
-)
+_INSTALL = "the Mooncake client cannot be loaded; install kvoffload[mooncake] (with a GPU, the wheel for its CUDA) and libibverbs1: {}"
+_MOST_TEXT = 2**10  # how many characters of an error are sent
+_MOST_READ = 2**10  # how many bytes of a small object are sent: an engine's own has at most 256
+RAISED = b"\xc1"
+"""An answer that begins with this byte is an error's text. No result in msgpack begins with it."""
 
 
 def load_client() -> Any:  # noqa: ANN401  # an untyped module
@@ -62,6 +63,8 @@ class _Client:
             names, places = arguments
             addresses = [self._memories[number][1] + offset for number, offset, _ in places]
             return getattr(self._client, call)(names, addresses, [size for _, _, size in places])
+        if call == "get":
+            return self._client.get(*arguments)[:_MOST_READ]
         if call in ("put", "upsert"):
             arguments = *arguments, self._pinned
         return getattr(self._client, call)(*arguments)
@@ -102,9 +105,10 @@ def _answer(client: _Client, channel: int, memory: int | None = None) -> None:
     with socket.socket(fileno=channel) as connection:
         call, *arguments = msgspec.msgpack.decode(b"".join(iter(lambda: connection.recv(2**16), b"")))
         try:
-            answer = msgspec.msgpack.encode((client.make(call, arguments, memory), None))
+            result = client.make(call, arguments, memory)
+            answer = msgspec.msgpack.encode(result)
         except Exception as error:
-            answer = msgspec.msgpack.encode((None, str(error) or repr(error)))
+            answer = RAISED + (str(error) or repr(error))[:_MOST_TEXT].encode(errors="replace")
         with suppress(OSError):  # the engine's process may have stopped waiting for the answer
             connection.sendall(answer)
     if memory is not None:

@@ -83,8 +83,9 @@ class RemoteStore(Protocol):
         """
 
     def put(self, shard: Shard, keys: Sequence[BlockKey], values: Sequence[memoryview]) -> list[bool]:
-        """Write values. Return for each value whether the remote tier now has it. Existing values remain unchanged.
+        """Write values. Return for each value whether the remote tier has accepted it. Existing values remain unchanged.
 
+        A full remote tier may evict an accepted value at once.
         A remote tier that answers but accepts no values, for example because it is full, has not failed: reads still
         work.
         """

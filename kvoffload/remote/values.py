@@ -30,8 +30,8 @@ _HEAD = struct.Struct("<4sIQ")  # magic number, kind of trailer, number of bytes
 _CHECKSUM = struct.Struct("<Q16s")
 _MAGIC = FORMAT.encode()
 _CHECKED, _AUTHENTICATED = 1, 2
-_GENERATION = re.compile(rb"([0-9a-f]{32})( after a reset)?")
-_AFTER_RESET = b" after a reset"
+_GENERATION = re.compile(rb"([0-9a-f]{32}) after a (start|reset)")
+_TIME_DIGITS = 16
 
 TRAILER_BYTES = _HEAD.size + _CHECKSUM.size
 
@@ -80,6 +80,8 @@ class Generation(NamedTuple):
 def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_reset: bool = False) -> bytes:
     """Return the bytes of a new generation, which has a random name.
 
+    The number of bytes depends only on whether there is a key, so that Mooncake replaces a generation in place.
+
     Args:
         name: the name under which the remote tier has the generation, from `generation_name`.
         key: authenticates the generation; None if all writers are trusted.
@@ -87,11 +89,11 @@ def new_generation(name: str, key: TierKey | None, after_ms: int, *, is_after_re
             even if this machine's clock is behind.
         is_after_reset: whether a reset of the cache begins the generation.
     """
-    text = secrets.token_hex(16).encode() + (_AFTER_RESET if is_after_reset else b"")
+    text = f"{secrets.token_hex(16)} after a {'reset' if is_after_reset else 'start'}".encode()
     if key is None:
         return text
     made_ms = max(time.time_ns() // 10**6, after_ms + 1)
-    dated = text + f" {made_ms}".encode()
+    dated = text + f" {made_ms:0{_TIME_DIGITS}}".encode()
     return dated + b" " + _generation_mac(name, key, dated)
 
 
@@ -104,7 +106,7 @@ def read_generation(name: str, key: TierKey | None, data: bytes) -> Generation |
             return None
         data, _, made_ms = dated.rpartition(b" ")
     found = _GENERATION.fullmatch(data)
-    return None if found is None else Generation(found[1].decode(), found[2] is not None, int(made_ms))
+    return None if found is None else Generation(found[1].decode(), found[2] == b"reset", int(made_ms))
 
 
 def _generation_mac(name: str, key: TierKey, dated: bytes) -> bytes:

@@ -15,6 +15,9 @@ from before the reset out of the generation of later engines. If the tier has lo
 the generation makes a new one, which the other engines then use, except engines that were reset or have read a marked
 value.
 
+All values have the same length, so Mooncake writes a new one to the old one's memory. A Mooncake master that restores
+an older list of its values then still finds the new value.
+
 With a key, the value also contains a MAC and the time at which the value was made. Another writer can restore an old
 value but cannot make a new one, so an engine that finds a value older than its own keeps its generation.
 

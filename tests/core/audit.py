@@ -38,6 +38,8 @@ def audit(core: OffloadCore) -> list[str]:
     for tier in state.tiers:
         if tier.is_open:
             problems += pool_problems(tier.pool)
+        if not all(key in tier.pool.index for key in tier.unconfirmed):
+            problems.append(f"blocks that the {tier.tier.value} tier does not have wait to be confirmed")
     return problems
 
 

@@ -81,6 +81,7 @@ def test_a_hit_shorter_than_the_tiers_break_even_is_computed(kind: Kind) -> None
     world.idle_step()
     assert world.tier_jobs(LOAD) == []
     world.least_from[kind.TIER] = 12
+    world.lookup(world.add("second", "another"))
     assert world.lookup(world.add("next", TEXT)) is None
 
 
@@ -367,7 +368,7 @@ def test_r17_a_failing_tier_gets_no_jobs_until_it_works_again(kind: Kind) -> Non
     world.idle_step()
     assert world.copies == {}
     world.fails(1, works=True)
-    assert world.lookup(request) is None
+    assert world.lookup(world.add("next", TEXT)) is None
 
 
 @on_each_tier

@@ -10,7 +10,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, TierOutcome
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
 from tests.core.remote_world import RemoteWorld, Value
-from tests.core.world import GARBAGE, World, full, keys_of
+from tests.core.world import GARBAGE, World, full, keys_of, window
 from tests.operations import calls
 
 
@@ -35,7 +35,8 @@ def test_another_engine_finds_a_block_and_does_not_write_it_again() -> None:
 def test_a_lookup_waits_until_the_remote_tier_has_answered() -> None:
     _, other = two()
     request = other.add("late", TEXT, answers=False)
-    assert other.asked == [(request.name, tuple(keys_of(TEXT, full())), other.namespace)]
+    # The last block cannot be used, because the engine must compute the last token.
+    assert other.asked == [(request.name, tuple(keys_of(TEXT, full())[:3]), other.namespace)]
     assert other.lookup(request) is None
     assert other.tier_jobs(LOAD) == []
     # An answer without keys reports that the query could not be made.
@@ -65,13 +66,87 @@ def test_a_repeated_answer_adds_no_second_hint() -> None:
     assert pool.capacity - pool.count(SlotState.EMPTY) == len(pool.index) == 3
 
 
-def test_blocks_on_the_host_or_device_are_not_queried() -> None:
-    world = RemoteWorld()
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_blocks_on_the_host_or_device_are_not_queried(place: str) -> None:
+    world = RemoteWorld(host=4)
     world.serve("once", TEXT)
-    world.add("again", TEXT, answers=False)
+    if place == "host":
+        world.device.forget_keys()
+    else:
+        world.serve("another", OTHER)
+    assert world.on_host(TEXT) == ("xxxx" if place == "host" else "....")
+    world.add("again", TEXT + "q", answers=False)
     assert world.asked == []
-    world.add("longer", TEXT + "qrst", answers=False)
-    assert [len(ask.keys) for ask in world.asked] == [1]
+    world.add("as long as its blocks", TEXT + "qrst", answers=False)
+    assert world.asked == []  # its last token is computed, so its last block is
+    world.add("longer", TEXT + "qrstu", answers=False)
+    assert [ask.keys for ask in world.asked] == [(keys_of(TEXT + "qrst", full())[-1],)]
+
+
+def test_with_several_groups_blocks_on_the_device_are_queried() -> None:
+    groups = full(), window(8, group=1)
+    world = RemoteWorld(*groups, host=8)
+    world.serve("once", TEXT)
+    world.serve("another", OTHER)
+    assert world.on_host(TEXT) == "...."
+    world.add("again", TEXT, answers=False)  # the device's hit may be shorter than what it has of a group
+    assert [ask.keys for ask in world.asked] == [
+        tuple(key for group in groups for key in keys_of(TEXT, group)[:3])
+    ]
+
+
+@pytest.mark.parametrize(("least", "asked"), [(12, 1), (13, 0)])
+def test_a_request_that_is_too_short_for_a_fetch_queries_nothing(least: int, asked: int) -> None:
+    world = RemoteWorld()
+    world.least_from[world.TIER] = least
+    world.lookup(world.add("first", "unknown"))
+    world.add("second", TEXT, answers=False)
+    assert len(world.asked) == asked
+
+
+def test_a_model_with_a_draft_queries_one_block_after_the_last_usable_one() -> None:
+    world = RemoteWorld(full(has_lookahead=True))
+    world.add("late", TEXT, answers=False)
+    assert [ask.keys for ask in world.asked] == [tuple(keys_of(TEXT, full()))]
+
+
+def test_a_written_block_is_fetched_only_after_an_answer_has_confirmed_it() -> None:
+    world = RemoteWorld.holding(TEXT, host=32)
+    assert world.below(TEXT) == "xxx."
+    world.store.clear()  # as if the tier had evicted the blocks after accepting them
+    late = world.add("late", TEXT, answers=False)
+    assert world.lookup(late) is None  # it waits for the answer only
+    world.idle_step()
+    assert world.tier_jobs(LOAD) == []
+    world.answer()
+    assert (world.admit(late), world.below(TEXT)) == (0, "....")
+    world.run(late)
+    world.end_and_drain(late)
+    world.serve_again("again", TEXT)
+    assert world.in_store(TEXT) == "xxx."
+
+
+def test_a_written_block_is_not_fetched_if_its_query_fails() -> None:
+    world = RemoteWorld.holding(TEXT, host=32)
+    late = world.add("late", TEXT, answers=False)
+    world.answer_one(0, "fails")
+    assert world.admit(late) == 0
+    world.run(late)
+
+
+def test_a_request_fetches_nothing_that_only_an_earlier_answer_reported() -> None:
+    _, other = two(host=32)
+    other.end(other.add("first", TEXT, answers=False))
+    other.answer()
+    assert other.below(TEXT) == "xxx."
+    other.store.clear()
+    late = other.add("late", TEXT, answers=False)
+    assert other.lookup(late) is None
+    other.idle_step()
+    assert other.tier_jobs(LOAD) == []
+    other.answer()
+    assert other.admit(late) == 0
+    other.run(late)
 
 
 def test_the_number_of_queried_keys_is_limited() -> None:

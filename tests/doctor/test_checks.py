@@ -7,6 +7,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -204,7 +205,7 @@ ON_DISK = {"disk_path": Path("disk"), "disk_bytes": GIB}
         ({"remote_url": "s3://bucket/prefix"}, 8 * GIB, 5, "warning: of a prompt with more than 4 blocks"),
     ],
 )
-def test_longest_prefix(tier: dict[str, object], host: int, device: int | None, expected: str) -> None:
+def test_longest_prefix(tier: dict[str, Any], host: int, device: int | None, expected: str) -> None:
     known = setup(host_bytes=host, sizes=Sizes(2, GIB, (), device), **tier)
     found = run_checks([memory.LONGEST_PREFIX], known)
     assert "".join([f"{one.verdict}: {one.text}" for one in found]).startswith(expected)

@@ -10,8 +10,56 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import msgspec
+
+_encode = msgspec.msgpack.encode
+# What the process sends to the engine's process in place of the client's result.
+_ANSWERS: dict[str, Callable[[Any], bytes]] = {
+    "a number": lambda _: _encode(7),
+    "no result": lambda _: _encode(None),
+    "three parts": lambda _: _encode((None, None, None)),
+    "texts": lambda result: _encode([str(code) for code in result]),
+    "too few": lambda _: _encode([]),
+    "too many": lambda result: _encode(result * 2),
+    "a flood": lambda _: _encode([0] * 2**22),
+    "garbage": lambda _: b"garbage",
+    "closes": lambda _: sys.exit(),  # this ends only the thread, which closes the connection
+}
+_LINES = 100
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _print(lines: int) -> None:
+    for number in range(lines):
+        with suppress(BlockingIOError):  # C++ streams, too, drop what a full pipe does not take
+            os.write(1 + number % 2, f"line {number} of the client\x1b[31m\n".encode())
+
+
+def _print_and_abort() -> None:
+    _print(_LINES)
+    os.abort()
+
+
+_ACTIONS: dict[str, Callable[[], object]] = {
+    "hang": lambda: ctypes.PyDLL(
+        None
+    ).pause(),  # this keeps the GIL, as the real client does while it connects
+    "abort": os.abort,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "raise": lambda: _raise(ImportError("libibverbs.so.1: cannot open shared object file")),
+    "raise text": lambda: _raise(ValueError("\x1b[31m" + "x" * 100_000)),
+    "print": lambda: _print(100 * _LINES),
+    "print and abort": _print_and_abort,
+}
 
 _FOLDER = Path(__file__).parent.parent
 _NOT_FOUND = -704
@@ -23,14 +71,10 @@ def _arrive(call: str) -> int:
         log.write(f"{os.getpid()} {call}\n")
     order = _FOLDER / "orders" / call
     what = order.read_text() if order.exists() else ""
-    if what == "hang":
-        ctypes.PyDLL(None).pause()  # this keeps the GIL, as the real client does while it connects
-    elif what == "abort":
-        os.abort()
-    elif what == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
-    elif what == "raise":
-        raise ImportError("libibverbs.so.1: cannot open shared object file")
+    if what in _ACTIONS:
+        _ACTIONS[what]()
+    elif what in _ANSWERS:
+        msgspec.msgpack.encode = _ANSWERS[what]  # type: ignore[assignment]
     return -900 if what == "refuse" else 0
 
 

@@ -119,6 +119,18 @@ def test_r18_after_a_reset_earlier_and_later_engines_use_separate_generations(wo
     assert len({shared, generation(first), generation(late)}) == 3
 
 
+def test_r18_a_reset_replaces_the_generation_by_one_of_the_same_length(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as on a machine whose clock was never set: a few milliseconds after 1970
+    monkeypatch.setattr(time, "time_ns", lambda: 10**7)
+    first = world.start()
+    before = len(world.store.values[NAME])
+    monkeypatch.undo()
+    assert first.reset()
+    assert len(world.store.values[NAME]) == before  # so Mooncake writes it to the same memory
+
+
 def test_all_engines_share_the_generation_that_replaces_a_lost_one(world: World) -> None:
     first, second = world.start(), world.start()
     was = generation(first)
@@ -136,7 +148,8 @@ def test_a_generation_that_has_not_changed_is_logged_once(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"another writer's", b"0" * 31, b"0" * 33, b"0" * 32 + b" after a reset."]
+    "data",
+    [b"", b"another writer's", b"0" * 32, b"0" * 31 + b" after a reset", b"0" * 32 + b" after a reset."],
 )
 def test_an_invalid_generation_is_not_used(world: World, data: bytes) -> None:
     world.store.values[NAME] = data
@@ -183,11 +196,11 @@ def test_r18_with_a_tier_key_a_forged_generation_is_not_used(world: World, harm:
     first.reset()
     genuine = world.store.values[NAME]
     world.store.values[NAME] = {
-        "no key": b"0" * 32,
+        "no key": values.new_generation(NAME, None, 0),
         "another key": values.new_generation(NAME, TierKey(b"x" * 32), 0),
         "another name's": values.new_generation(generation_name("other"), world.key, 0),
-        "other time": genuine.replace(b" 1", b" 2"),
-        "not after a reset": genuine.replace(b" after a reset", b""),
+        "other time": genuine.replace(b" 0", b" 1"),
+        "not after a reset": genuine.replace(b" after a reset", b" after a start"),
     }[harm]
     assert world.store.values[NAME] != genuine
     assert generation(world.start()) == ""

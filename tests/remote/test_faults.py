@@ -248,19 +248,23 @@ def other_writer(server: Mooncake) -> MooncakeDistributedStore:
 
 
 def test_r17_a_read_fails_if_its_lease_ends(start: StartEngine, own_mooncake: StartMooncake) -> None:
-    server = own_mooncake("--default_kv_lease_ttl", 200)
+    server = own_mooncake("--default_kv_lease_ttl", 1000)
     first, second = (start(server.url).opened() for _ in range(2))
     first.share()
     suspend(server.node)
-    later = threading.Timer(1.0, resume, (server.node,))
+    later = threading.Timer(1.5, resume, (server.node,))
     later.start()
     second.run()
     later.join()
     assert second.copied(LOAD) == 0
     assert second.copied(LOAD, TierOutcome.FAILED) > 0
     assert second.tier is TierState.OPEN
-    first.share(PROMPTS[1])
-    second.find(PROMPTS[1])
+    for prompt in PROMPTS[1:]:  # on a busy machine, a lease may end during these reads, too
+        first.share(prompt)
+        second.run(prompt)
+        if second.copied(LOAD):
+            break
+    assert second.copied(LOAD) > 0
 
 
 def test_r17_values_of_another_writer_in_mooncake_are_not_used(

@@ -14,11 +14,17 @@ from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvoffload.model.causes import TierOutcome
+from kvoffload.model.errors import RemoteError, RemoteGone
+from kvoffload.model.ids import BlockKey
 from kvoffload.model.wire import Direction
 from kvoffload.remote import mooncake
+from kvoffload.remote.address import parse_address
+from kvoffload.remote.store import open_store
+from kvoffload.remote.values import Shard
 from kvoffload.runtime import remote_catalog
 from kvoffload.telemetry.catalogue import TierState
 from tests.captured_logs import capture_logs
@@ -26,6 +32,7 @@ from tests.reference.rig import BLOCK, text
 from tests.remote.sharing import PATIENCE_S, StartEngine
 
 TIMEOUT_S = 1.5
+SHARD, KEYS = Shard("print/generation", 0, 1), [BlockKey(b"one"), BlockKey(b"two")]
 OTHER, LATER = text(7, 10 * BLOCK), text(8, 10 * BLOCK)
 pytestmark = pytest.mark.timeout(120)
 
@@ -130,9 +137,11 @@ def test_the_engines_process_never_calls_the_mooncake_client(start: StartEngine,
         pytest.param("batch_put_from", "abort", marks=pytest.mark.full),
         pytest.param("batch_get_into", "hang", marks=pytest.mark.full),
         pytest.param("batch_put_from", "hang", marks=pytest.mark.full),
+        ("batch_get_into", "three parts"),
+        pytest.param("batch_put_from", "garbage", marks=pytest.mark.full),
     ],
 )
-def test_r17_a_client_that_ends_or_hangs_during_a_copy_loses_only_hits(
+def test_r17_a_client_that_fails_during_a_copy_loses_only_hits(
     start: StartEngine, fake: Fake, call: str, how: str
 ) -> None:
     first, second = (start(fake.url, remote_timeout_s=TIMEOUT_S).opened() for _ in range(2))
@@ -158,8 +167,8 @@ def test_r17_a_client_that_ends_or_hangs_during_a_copy_loses_only_hits(
     # On a slow machine, a second process may also have been started and ended.
     assert len(reasons) == len(ended)
     assert all(map(has_ended, ended))
-    signals = {"kill": "exit code -9", "abort": "exit code -6"}
-    assert all(signals.get(how, "has not") in reason for reason in reasons)
+    expected = {"kill": "exit code -9", "abort": "exit code -6", "hang": "has not"}
+    assert all(expected.get(how, "other than an answer") in reason for reason in reasons)
     assert of_event(lines, "remote_call_returned") == []
     second.find(LATER)
     assert fake.pids("batch_get_into")[-1] not in ended
@@ -197,6 +206,71 @@ def test_r17_a_client_that_does_not_connect_is_only_probed_and_used_later(
     assert all(map(has_ended, made))
 
 
+@pytest.mark.parametrize(
+    ("call", "answer", "reason"),
+    [
+        *[
+            ("batch_is_exist", answer, "other than an answer")
+            for answer in ("a number", "no result", "texts")
+        ],
+        *[("batch_is_exist", answer, "other than an answer") for answer in ("three parts", "garbage")],
+        ("batch_is_exist", "too few", "0 results for 2 keys"),
+        ("batch_is_exist", "too many", "4 results for 2 keys"),
+        ("batch_is_exist", "closes", "closed a connection without an answer"),
+        ("batch_is_exist", "print and abort", r"exit code -6\): line 99 of the client\?\[31m$"),
+        ("is_exist", "no result", "other than an answer"),
+    ],
+)
+def test_r17_a_client_process_that_answers_otherwise_than_a_call_allows_is_killed(
+    fake: Fake, call: str, answer: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fake.order(call, answer)
+    with closing(open_store(parse_address(fake.url), PATIENCE_S)) as store:
+        with pytest.raises(RemoteGone, match=reason):
+            store.read("name") if call == "is_exist" else store.ask(SHARD, KEYS)
+        assert has_ended(fake.pids(call)[-1])
+    assert capfd.readouterr() == ("", "")
+
+
+def test_r17_an_answer_has_a_size_limit(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    received = list[int]()
+    decode = msgspec.msgpack.decode
+
+    def measured(data: bytes, **kind: Any) -> Any:  # noqa: ANN401  # as `decode`
+        received.append(len(data))
+        return decode(data, **kind)
+
+    monkeypatch.setattr(msgspec.msgpack, "decode", measured)
+    fake.order("batch_is_exist", "a flood")
+    with (
+        closing(open_store(parse_address(fake.url), PATIENCE_S)) as store,
+        pytest.raises(RemoteGone, match="other than an answer"),
+    ):
+        store.ask(SHARD, KEYS)
+    assert received[-1] < 2**21  # the answer has twice as many bytes
+
+
+def test_an_errors_text_from_the_client_is_short_and_printable(fake: Fake) -> None:
+    fake.order("batch_is_exist", "raise text")
+    with closing(open_store(parse_address(fake.url), PATIENCE_S)) as store:
+        with pytest.raises(RemoteError) as caught:
+            store.ask(SHARD, KEYS)
+        assert str(caught.value) == "?[31m" + "x" * 195
+        fake.lift("batch_is_exist")
+        assert store.ask(SHARD, KEYS) == [False, False]
+
+
+def test_what_the_client_prints_neither_reaches_the_engines_output_nor_blocks_a_call(
+    fake: Fake, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for call in ("setup", "batch_is_exist"):
+        fake.order(call, "print")
+    with closing(open_store(parse_address(fake.url), PATIENCE_S)) as store:
+        for _ in range(3):
+            assert store.ask(SHARD, KEYS) == [False, False]
+    assert capfd.readouterr() == ("", "")
+
+
 def test_r17_a_client_that_cannot_be_loaded_is_logged_once_per_side(start: StartEngine, fake: Fake) -> None:
     fake.order("import", "raise")
     with capture_logs() as lines:
@@ -215,7 +289,11 @@ def test_r17_a_client_that_cannot_be_loaded_is_logged_once_per_side(start: Start
     [(None, "refuses the connection"), (2, "has not answered for 1 s"), (0, "no Mooncake master answers")],
 )
 def test_r17_a_master_that_closes_or_ignores_connections_does_not_delay_the_engine(
-    start: StartEngine, monkeypatch: pytest.MonkeyPatch, answers: int | None, reason: str
+    start: StartEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    answers: int | None,
+    reason: str,
 ) -> None:
     if find_library("ibverbs") is None:
         pytest.skip("needs ibverbs: make tools")
@@ -228,6 +306,7 @@ def test_r17_a_master_that_closes_or_ignores_connections_does_not_delay_the_engi
         engine.run()
         engine.engine.close()
     assert all(reason in each for each in of_event(lines, "remote_fails"))
+    assert capfd.readouterr().err == ""
 
 
 IN_A_CALL = """

@@ -1,20 +1,35 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvoffload.model.wire import Direction
+from kvoffload.remote.address import parse_address
+from kvoffload.remote.store import open_store
+from kvoffload.remote.values import Shard
 from kvoffload.runtime import remote_catalog
 from kvoffload.telemetry.catalogue import TierState
 from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, text
 from tests.remote import sharing
-from tests.remote.sharing import PROMPT, StartEngine
+from tests.remote.servers import Mooncake
+from tests.remote.sharing import PATIENCE_S, PROMPT, StartEngine
 
 OTHER = text(2, 10 * BLOCK)
+SNAPSHOTS = [
+    "--enable_snapshot=true",
+    "--enable_snapshot_restore=true",
+    "--snapshot_interval_seconds=1",
+    "--snapshot_object_store_type=local",
+    "--snapshot_retention_count=1000",
+    "--default_kv_lease_ttl=3600000",  # a restored master drops all objects whose lease has ended
+]
 
 
 @pytest.mark.parametrize(("kind", "ranks"), [("full", 2), ("sliding_window", 1)])
@@ -98,3 +113,40 @@ def test_r18_after_a_reset_only_the_engine_that_was_reset_loses_earlier_blocks(
             fresh.run(prompt)
         assert (fresh.namespace != shared, fresh.copied(Direction.LOAD)) == (True, 0)
     assert late.namespace != first.namespace
+
+
+def test_r18_a_mooncake_master_restored_from_a_snapshot_does_not_undo_a_reset(
+    start: StartEngine, own_mooncake: Callable[..., Mooncake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots, kept = tmp_path / "snapshots", tmp_path / "kept"
+    monkeypatch.setenv("MOONCAKE_SNAPSHOT_LOCAL_PATH", str(snapshots))
+    server = own_mooncake(*SNAPSHOTS)
+    first, second = (start(server.url).opened() for _ in range(2))
+    first.share()
+    second.find()  # this gives the blocks a lease
+    shared, state = first.namespace, second.offload.core.state.remote
+    assert state is not None
+    keys = [key for key, _ in state.pool.index.items() if key not in state.unconfirmed]
+    assert keys
+    latest = set[str]()
+
+    def is_taken() -> bool:
+        """Return whether two more snapshots have ended, so that the last one has begun after this test's reads."""
+        latest.update(path.read_text() for path in snapshots.rglob("latest.txt"))
+        return len(latest) == 3
+
+    first.step_until(is_taken)
+    shutil.copytree(snapshots, kept)
+    assert first.offload.reset()
+    for engine in (first, second):
+        engine.engine.close()
+    monkeypatch.setenv("MOONCAKE_SNAPSHOT_LOCAL_PATH", str(kept))
+    server.master.kill()
+    server.start_master()
+    with closing(open_store(parse_address(server.url), PATIENCE_S)) as store:
+        until = time.monotonic() + PATIENCE_S
+        while not all(store.ask(Shard(shared, 0, 1), keys)):
+            assert time.monotonic() < until, "the restored master has lost the blocks"
+    late = start(server.url).opened()
+    late.run()
+    assert (late.namespace != shared, late.copied(Direction.LOAD)) == (True, 0)
