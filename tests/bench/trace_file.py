@@ -33,7 +33,7 @@ _GZIP = b"\x1f\x8b"
 
 
 class Row(msgspec.Struct):
-    """A line of a trace, without the fields that nobody reads."""
+    """The fields of a line that are read."""
 
     timestamp: Annotated[float, msgspec.Meta(ge=0)]
     input_length: Annotated[int, msgspec.Meta(ge=1)]
