@@ -32,7 +32,6 @@ CONNECTOR: dict[str, Any] = {
 # An engine's conversations need about twice the blocks of the device's cache, and fit in host memory.
 DEVICE_BLOCKS, CONVERSATIONS, AT_ONCE = 256, 8, 2
 FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS, LONGEST = 1024, 96, 16, 2800
-START_S = 600
 
 
 def serve(seconds: float) -> None:
@@ -44,7 +43,6 @@ def serve(seconds: float) -> None:
                 engines.serving(
                     checkpoint,
                     Path(scratch) / f"{number}.log",
-                    seconds=START_S,
                     num_gpu_blocks_override=DEVICE_BLOCKS,
                     max_model_len=checkpoints.CONTEXT,
                     kv_transfer_config=CONNECTOR,
