@@ -55,7 +55,7 @@ def test_the_first_seeds_pass_and_cover_every_kind_of_event(seeds: int) -> None:
     assert min(total[what] for what in ("steps", "copies", "stored", "loaded", "requests")) > seeds, total
     # only some seeds have recurrent layers, or a disk or remote tier that outlives an engine
     rare = ["states", "boundaries", "lives", "restored", "disk store done", "disk store failed"]
-    assert min(total[what] for what in [*rare, "disk load done", "remote load done"]) > 5, total
+    assert min(total[what] for what in [*rare, "disk load done", "remote load done"]) > seeds // 20, total
 
 
 @pytest.mark.parametrize("seed", [6, 9])
