@@ -220,7 +220,6 @@ class Counters:
         classes = {cls for metric in CATALOGUE for cls in metric.counts}
         return {cls: self._adder(cls) for cls in classes} | {
             events.LookupAnswered: self._count_lookup,
-            events.LookupDeferred: self._count_deferred,
             events.FirstTokenReached: self._count_first_token,
             facts.RemoteAnswered: self._count_answer,
         }
@@ -274,10 +273,6 @@ class Counters:
         tokens[_COMPUTED] += event.computed_tokens
         if event.fetched_tokens and event.fetched_from is not None:
             tokens[_LABELS[event.fetched_from]] += event.fetched_tokens
-
-    def _count_deferred(self, event: events.LookupDeferred) -> None:
-        reason = LoadWait.FETCH if event.owner is None else LoadWait.OTHERS_LOAD
-        self.add("kvoffload_lookups_deferred_total", *_LABELS[reason])
 
     def _count_answer(self, fact: facts.RemoteAnswered) -> None:
         self.changes += 1
