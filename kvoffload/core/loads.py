@@ -77,14 +77,21 @@ class PendingHits:
                 self._not_yet(record, Deferral.FETCH)
                 return None
             cause = self._lower_tiers.cause(hit.missing, hit.cause)
-            if cause is not hit.cause:
-                hit = hit._replace(cause=cause)
+            hit = hit if cause is hit.cause else hit._replace(cause=cause)
         if hit.slots and state.requests.reserved:
             allowed = self._beside_loads(record, hit, may_wait=may_wait)
             if allowed is None:
                 return None
             hit = allowed
-        return self._pin(record, hit)
+        if hit.slots:
+            state.pool.pin(hit.slots)
+            event = events.HitPinned(
+                record.request, len(hit.slots), device_tokens, hit.tokens - device_tokens
+            )
+            state.tally.events.append(event)
+        record.hit = hit
+        record.waits_for = None
+        return hit.tokens - device_tokens
 
     def _beside_loads(self, record: RequestRecord, hit: PendingHit, *, may_wait: bool) -> PendingHit | None:
         """Return what a request may load while others load or wait to run after their load; None for "not yet".
@@ -106,19 +113,8 @@ class PendingHits:
             return None
         return PendingHit(hit.device_tokens, hit.device_tokens, (), MissCause.NO_ROOM)
 
-    def _pin(self, record: RequestRecord, hit: PendingHit) -> int:
-        """Pin a hit's slots and keep the hit for the allocation. Return how many tokens the host adds."""
-        tokens = hit.tokens - hit.device_tokens
-        if hit.slots:
-            self._state.pool.pin(hit.slots)
-            event = events.HitPinned(record.request, len(hit.slots), hit.device_tokens, tokens)
-            self._state.tally.events.append(event)
-        record.hit = hit
-        record.waits_for = None
-        return tokens
-
     def _not_yet(self, record: RequestRecord, reason: Deferral, owner: RequestId | None = None) -> None:
-        """Report that a request waits, once per load, fetch or remote query, however often the engine looks up."""
+        """Report that a request waits, once per wait, however often the engine looks up."""
         cause: RequestId | JobId | Tier | None = owner
         if reason is Deferral.ROOM:
             cause = Tier.DEVICE
