@@ -52,6 +52,7 @@ def _totals(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
     yield "keys in flight", len(stores.in_flight.keys), 0
     yield "offers without an outcome", state.tally.open_offers, len(stores.again)
     yield "slots that others wait for", len(state.requests.loading), 0
+    yield "device blocks reserved for requests with loads", state.requests.reserved, 0
     yield "keys watched for eviction", len(stores.evictions.offers), 0
     for tier in state.tiers:
         name = tier.tier.value

@@ -29,6 +29,7 @@ from kvoffload.core.tier_copies import LowerTiers
 from kvoffload.model import events
 from kvoffload.model.causes import (
     CopyOutcome,
+    Deferral,
     EvictionCause,
     LoadOutcome,
     MissCause,
@@ -67,44 +68,61 @@ class Lookups:
             and may_wait
             and self._lower_tiers.is_awaited(record, device_tokens)
         ):
-            self._not_yet(record)
+            self._not_yet(record, Deferral.FETCH)
             return None
         record.boundary = 0
         hit = self._search(record, device_tokens, full_tokens)
-        slots = hit.slots
         if state.tiers and hit.missing is not None and record.persists:
             if (self._lower_tiers.look(record, hit) or record.awaits_answer) and may_wait:
-                self._not_yet(record)
+                self._not_yet(record, Deferral.FETCH)
                 return None
             cause = self._lower_tiers.cause(record, hit.missing, hit.cause)
-            if cause is not hit.cause:
-                hit = hit._replace(cause=cause)
-        if slots:
-            requests = state.requests
-            owner = requests.loader(slots) if may_wait and requests.loading else None
-            if owner is not None:
-                self._not_yet(record, owner)
+            hit = hit if cause is hit.cause else hit._replace(cause=cause)
+        if hit.slots and state.requests.reserved:
+            allowed = self._beside_loads(record, hit, may_wait=may_wait)
+            if allowed is None:
                 return None
-            state.pool.pin(slots)
-            event = events.HitPinned(record.request, len(slots), device_tokens, hit.tokens - device_tokens)
+            hit = allowed
+        if hit.slots:
+            state.pool.pin(hit.slots)
+            event = events.HitPinned(
+                record.request, len(hit.slots), device_tokens, hit.tokens - device_tokens
+            )
             state.tally.events.append(event)
         record.hit = hit
         record.waits_for = None
         return hit.tokens - device_tokens
 
-    def _not_yet(self, record: RequestRecord, owner: RequestId | None = None) -> None:
-        """Report that a request waits, once per load, fetch or remote query, however often the engine looks up.
+    def _beside_loads(self, record: RequestRecord, hit: PendingHit, *, may_wait: bool) -> PendingHit | None:
+        """Return what a request may load while others load or wait to run after their load; None for "not yet".
 
-        Args:
-            record: the request that waits.
-            owner: the request whose load `record` waits for; None if `record` waits for a lower tier.
+        A request waits while another request loads the same prefix (R14), and while the device has too little room for
+        all requests with loads (R19). A request that may not wait for room computes its tokens: while it runs, the
+        engine can take its blocks.
         """
+        state = self._state
+        owner = state.requests.loader(hit.slots) if may_wait else None
+        if owner is not None:
+            self._not_yet(record, Deferral.OTHERS_LOAD, owner)
+            return None
+        usable = state.shape.device_blocks - state.stall.blocks
+        if state.requests.has_room(state.shape.request_blocks(record.prompt_tokens), usable):
+            return hit
+        if may_wait:
+            self._not_yet(record, Deferral.ROOM)
+            return None
+        return PendingHit(hit.device_tokens, hit.device_tokens, (), MissCause.NO_ROOM)
+
+    def _not_yet(self, record: RequestRecord, reason: Deferral, owner: RequestId | None = None) -> None:
+        """Report that a request waits, once per wait, however often the engine looks up."""
         cause: RequestId | JobId | Tier | None = owner
-        if owner is None:
+        if reason is Deferral.ROOM:
+            cause = Tier.DEVICE
+        elif owner is None:
             cause = Tier.REMOTE if record.awaits_fetch is None else record.awaits_fetch[0]
         if record.waits_for != cause:
             record.waits_for = cause
-            self._state.tally.events.append(events.LookupDeferred(record.request, owner))
+            self._state.tally.events.append(events.LookupDeferred(record.request, reason, owner))
 
     def boundary_stored(self, record: RequestRecord) -> None:
         """Record that the engine handed off the state at a request's shared-prefix boundary."""
@@ -215,7 +233,9 @@ class Loads:
         hit = self._hits.take(record, fact.external_tokens)
         record.found_tokens = record.loaded_tokens = fact.device_tokens
         if fact.external_tokens:
-            self._state.requests.move(record, RequestEvent.ALLOCATE_AND_LOAD)
+            requests, shape = self._state.requests, self._state.shape
+            requests.move(record, RequestEvent.ALLOCATE_AND_LOAD)
+            requests.reserve(record, shape.request_blocks(record.prompt_tokens))
             self._load(record, fact, hit)
             return
         if hit is not None and hit.slots:

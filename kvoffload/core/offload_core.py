@@ -144,9 +144,9 @@ class OffloadCore:
         if was is _SEEN:
             record.incarnation += 1
             record.may_store = not self.state.epoch or self._is_untainted(fact)
-        elif was is _RUNNING and record.loading:
+        elif was is _RUNNING and record.reserved:
             # The load has ended, or the request lost the block table that the load filled.
-            self.state.requests.load_is_over(record)
+            self.state.requests.needs_no_load(record)
         self._new[record] = None
         if self.state.tables.entries or self.state.tables.shared or self.state.epoch:
             self._reallocated(fact, since_reset=record.may_store)
@@ -269,8 +269,8 @@ class OffloadCore:
             if record is None or record.state is not _RUNNING:
                 self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, request)
                 continue
-            if record.loading:
-                state.requests.load_is_over(record)
+            if record.reserved:
+                state.requests.needs_no_load(record)
             if new_blocks:
                 state.tables.extended(record, new_blocks)
             if new_keys:

@@ -62,6 +62,8 @@ class RequestRecord(Struct, eq=False):
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
         hit: the answer to the last lookup, with pinned slots, until an allocation takes it. `Lookups` writes it.
         loading: the slots of the request's open load, for which other requests may wait. `Requests` writes it.
+        reserved: how many device blocks the request may need in total, from the allocation for its load until it runs;
+            0 at all other times. `Requests` writes it.
         found_tokens: the length of the device's own hit in tokens.
         loaded_tokens: the length in tokens of the prefix found on the device and then loaded from the host.
         confirmed_tokens: how many tokens, from the start of the prompt, are known to have KV in the block table.
@@ -89,7 +91,7 @@ class RequestRecord(Struct, eq=False):
         awaits_fetch: the fetch that the request's lookups wait for, and the prefix's length in tokens after this fetch.
             `LowerTiers` writes it.
         waits_for: the reason for the last lookup's "not yet": the request whose load or the job whose fetch brings the
-            blocks, or REMOTE for an open query; None if the last lookup returned a number.
+            blocks, REMOTE for an open query, or DEVICE for room on the device; None if the last lookup returned a number.
     """
 
     request: RequestId
@@ -103,6 +105,7 @@ class RequestRecord(Struct, eq=False):
     table: list[list[DeviceBlockId]] | None = None
     hit: PendingHit | None = None
     loading: tuple[SlotId, ...] = ()
+    reserved: int = 0
     found_tokens: int = 0
     loaded_tokens: int = 0
     confirmed_tokens: int = 0
@@ -191,12 +194,16 @@ class RequestRecord(Struct, eq=False):
 class Requests:
     """The records of live requests, and of ended requests whose blocks open jobs still copy.
 
-    The only writer of a record's `state`, `jobs` and `loading`.
+    The only writer of a record's `state`, `jobs`, `loading` and `reserved`.
 
     When several requests need the same prefix from the host, one request loads the prefix, and the other requests wait
     (R14). The wait ends when the loading request ends, when its load fails, or when the loading request runs and the
     device's prefix cache has the blocks. Several requests may load the same slot, because a request whose wait times
     out starts its own load.
+
+    An engine cannot take blocks from a request that loads, or that waits to run after its load. If such requests held
+    so many blocks that none of them got the rest that it needs, no request would ever run. So a load may start only if
+    all of them fit on the device with all the blocks that they may need (R19).
     """
 
     def __init__(self) -> None:
@@ -204,6 +211,11 @@ class Requests:
         self.finishing: set[RequestRecord] = set()
         self.loading: dict[SlotId, list[RequestRecord]] = {}
         """The requests that load each slot."""
+        self.reserved = 0
+        """How many device blocks all requests reserve together."""
+        self.is_full = False
+        """True after a request did not fit, until no request reserves blocks. Meanwhile no load starts, so that small
+        requests do not overtake a large one again and again."""
 
     def move(self, record: RequestRecord, event: RequestEvent) -> None:
         """Apply an event to a record. If the request loses its block table, other requests stop waiting for its load.
@@ -212,14 +224,37 @@ class Requests:
             IllegalTransition: the event is illegal in the record's state; nothing has changed.
         """
         record.state = REQUEST.steps[event][record.state]
-        if record.loading and record.state not in _HAS_TABLE:
-            self.load_is_over(record)
+        if record.reserved and record.state not in _HAS_TABLE:
+            self.needs_no_load(record)
         if event is _END:
             del self.live[record.request]
             if record.jobs:
                 self.finishing.add(record)
             else:
                 record.state = REQUEST.steps[_LAST_JOB][record.state]
+
+    def reserve(self, record: RequestRecord, blocks: int) -> None:
+        """Reserve device blocks for a request that got a block table for a load."""
+        record.reserved = blocks
+        self.reserved += blocks
+
+    def has_room(self, blocks: int, device_blocks: int) -> bool:
+        """Return whether another request may load that needs `blocks` blocks of a device with `device_blocks`.
+
+        If no request reserves blocks, the answer is always yes: the engine refuses requests that never fit.
+        """
+        if self.reserved and self.reserved + blocks > device_blocks:
+            self.is_full = True
+        return not self.is_full
+
+    def needs_no_load(self, record: RequestRecord) -> None:
+        """Record that a request runs, or has lost its block table: it reserves nothing, and no request waits for its load."""
+        self.reserved -= record.reserved
+        record.reserved = 0
+        if not self.reserved:
+            self.is_full = False
+        if record.loading:
+            self.load_is_over(record)
 
     def loads(self, record: RequestRecord, slots: Iterable[SlotId]) -> None:
         """Record that a job loads these slots for a request, so that other requests can wait for the load."""

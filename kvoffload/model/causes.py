@@ -35,6 +35,8 @@ class MissCause(Cause):
     CORRUPT = "corrupt"  # the block's checksum did not match when it was last checked
     LOAD_DECLINED = "load_declined"  # the block was found, but the hit was shorter than min_load_tokens
     NOT_ACCEPTED = "not_accepted"  # the block was found, but the engine accepted a shorter hit
+    # the block was found, but requests whose loads run or have ended need the device, and this request could not wait
+    NO_ROOM = "no_room"
     LAST_TOKEN = "last_token"  # the block ends the prompt, whose last token must always be computed
     LOOKAHEAD = "lookahead"  # the last matched block is computed for a draft model, which looks ahead
     PARTIAL_BLOCK = "partial_block"  # the prompt's last block is not whole
@@ -45,6 +47,14 @@ class MissCause(Cause):
     IN_REMOTE = "in_remote"  # the block is in the remote tier, but the request could not wait for a fetch
     TIER_OPENING = "tier_opening"  # the lookup came before the disk's index was read
     DEGRADED = "degraded"  # offloading is off because an invariant was broken
+
+
+class Deferral(Cause):
+    """Why a lookup answered "not yet"."""
+
+    OTHERS_LOAD = "others_load"  # another request is loading the same prefix
+    FETCH = "fetch"  # a tier below the host has the request's blocks, or is asked for them
+    ROOM = "room"  # requests whose loads run or have ended need so much of the device that no other may load
 
 
 class StoreOutcome(Cause):

@@ -54,6 +54,8 @@ class EngineShape:
         ranks: the number of workers; each has its own shard of every block.
         device_blocks: the number of blocks in the device's pool.
         step_tokens: the maximum number of tokens that one step computes.
+        in_flight_tokens: the maximum number of tokens that all steps in flight compute; 0 stands for `step_tokens`.
+        draft_tokens: for how many tokens after the last one the engine allocates space for a draft model.
         match_tokens: every hit's length is a multiple of this many tokens; 0 stands for the least common multiple of
             the groups' block sizes.
         promises: the engine's promises.
@@ -64,6 +66,8 @@ class EngineShape:
     device_blocks: int
     step_tokens: int
     match_tokens: int = 0
+    in_flight_tokens: int = 0
+    draft_tokens: int = 0
     promises: Promises = field(default_factory=Promises)
 
     def __post_init__(self) -> None:
@@ -129,6 +133,19 @@ class EngineShape:
         blocks = -(-self.step_tokens // group.block_tokens) + 1
         # A recurrent group never needs more than two blocks: one for the running state and one for a state to keep.
         return min(blocks, 2) if group.kind is AttentionKind.RECURRENT else blocks
+
+    def request_blocks(self, tokens: int) -> int:
+        """Return the maximum number of device blocks that a request needs before its first new token (R6, R19)."""
+        return sum([self._most_blocks(group, tokens + self.draft_tokens) for group in self.groups])
+
+    def _most_blocks(self, group: GroupSpec, tokens: int) -> int:
+        blocks = -(-tokens // group.block_tokens)
+        if group.kind is AttentionKind.RECURRENT:
+            return min(blocks, 2) + self.draft_tokens
+        if group.reach_tokens is None:
+            return blocks
+        seen = group.reach_tokens - 1 + (self.in_flight_tokens or self.step_tokens)
+        return min(blocks, -(-seen // group.block_tokens) + 1)  # a window can begin inside a block
 
     def count_states(self, keys: Iterable[BlockKey | None]) -> int:
         """Return how many of these keys belong to recurrent states."""

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from kvoffload.model.causes import (
     CopyOutcome,
+    Deferral,
     DegradeCause,
     EvictionCause,
     Found,
@@ -47,15 +48,17 @@ class HitDropped(Event, frozen=True):
 
 
 class LookupDeferred(Event, frozen=True):
-    """A lookup answered "not yet", because a load or fetch of the prefix is running. Reported once per wait.
+    """A lookup answered "not yet". Reported once per wait.
 
     Args:
         request: the request that must wait.
-        owner: the request that loads the prefix; None if the prefix is fetched from a lower tier.
+        reason: what the request waits for.
+        owner: the request that loads the prefix, if `reason` is OTHERS_LOAD.
     """
 
     request: RequestId
-    owner: RequestId | None
+    reason: Deferral
+    owner: RequestId | None = None
 
 
 class LookupAnswered(Event, frozen=True):

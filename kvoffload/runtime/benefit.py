@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
-from kvoffload.model.causes import LoadOutcome, TierOutcome
+from kvoffload.model.causes import Deferral, LoadOutcome, TierOutcome
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.wire import Direction, Tier
 from kvoffload.runtime.copies import OpenCopies
@@ -230,7 +230,7 @@ class NetBenefit:
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def _deferred(self, event: events.LookupDeferred) -> None:
-        if event.owner is None:
+        if event.reason is Deferral.FETCH:
             self._await_fetch.add(event.request)
 
     def _waited(self, event: events.WaitEnded) -> None:

@@ -17,6 +17,7 @@ from kvoffload.disk.system import round_up
 from kvoffload.model import events
 from kvoffload.model.causes import (
     CopyOutcome,
+    Deferral,
     DegradeCause,
     EvictionCause,
     Found,
@@ -84,7 +85,7 @@ class LoadWait(Enum):
     """The reasons why a request must wait before it can compute."""
 
     OWN_LOAD = "own_load"
-    OTHERS_LOAD = "others_load"  # another request is loading the same prefix
+    OTHERS_LOAD = "others_load"  # another request is loading the same prefix, or the device lacks room beside other loads
     FETCH = "fetch"  # a tier below the host has the request's blocks
 
     __hash__ = object.__hash__  # hash by identity, because `Enum.__hash__` is a slow Python call
@@ -455,7 +456,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_lookup_blocks_total", "Block positions looked up on the host, beyond those that the device held; counted once per admission. opted_out: the request asked not to read cached blocks, so they were not looked up.", Kind.COUNTER, (_RESULT,), "blocks"),
     Metric("kvoffload_lookup_tokens_total", "Tokens in these block positions.", Kind.COUNTER, (_RESULT,), "tokens"),
     Metric("kvoffload_miss_blocks_total", "Looked-up block positions that missed, by cause; the causes sum to the missed blocks.", Kind.COUNTER, (Label("cause", MissCause),), "blocks"),
-    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix or blocks were being fetched from a tier below the host. Each wait counts once, however often the engine asks.", Kind.COUNTER, (Label("reason", LoadWait, served=(LoadWait.OTHERS_LOAD, LoadWait.FETCH)),), "lookups"),
+    Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix, blocks were being fetched from a tier below the host, or requests with loads needed the device's blocks. Each wait counts once, however often the engine asks.", Kind.COUNTER, (Label("reason", Deferral),), "lookups", counts={events.LookupDeferred: None}),
     Metric("kvoffload_fetched_tokens_total", "Tokens of host hits that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIERS,), "tokens"),
     Metric("kvoffload_hit_tokens", "Tokens that the host added to a request's prefix, for each admitted request with a hit.", Kind.HISTOGRAM, (), "tokens", _HIT_BUCKETS),
     Metric("kvoffload_prompt_tokens_total", "Prompt tokens of requests that reached their first token, by where their KV came from. The tokens of a load that failed are computed; disk and remote count what was fetched for the request.", Kind.COUNTER, (Label("source", PromptSource),), "tokens"),
@@ -499,7 +500,7 @@ CATALOGUE: tuple[Metric, ...] = (
     # --- time saved and time lost ---
     Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found. Up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: loaded tokens times the measured prefill time per token. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
-    Metric("kvoffload_load_wait_seconds", "Time that a request waited: for its own load, from allocation to its end; for another request's load of the same prefix; or for a fetch from a tier below the host.", Kind.HISTOGRAM, (Label("reason", LoadWait),), "seconds", _WAIT_BUCKETS),
+    Metric("kvoffload_load_wait_seconds", "Time that a request waited: for its own load, from allocation to its end; for another request's load, of the same prefix or because the device has no room beside it; or for a fetch from a tier below the host.", Kind.HISTOGRAM, (Label("reason", LoadWait),), "seconds", _WAIT_BUCKETS),
     Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, from comparing decode steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds", read=lambda side: _by_direction(side.benefit.interference_s)),
     Metric("kvoffload_prefill_tokens_per_second", "Prefill rate: prefilled tokens per second of the time that they add to the engine's steps. It is the median of the last measurements, and 0 until measured.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.prefill_tokens_per_s}),
     Metric("kvoffload_break_even_tokens", "Hits of at least this many tokens are faster to load than to compute; 0 until measured, 1000000 if no hit is.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.break_even()[Tier.HOST]}),

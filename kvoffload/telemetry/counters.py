@@ -231,7 +231,6 @@ class Counters:
         classes = {cls for metric in CATALOGUE for cls in metric.counts}
         return {cls: self._adder(cls) for cls in classes} | {
             events.LookupAnswered: self._count_lookup,
-            events.LookupDeferred: self._count_deferred,
             events.FirstTokenReached: self._count_first_token,
             facts.RemoteAnswered: self._count_answer,
         }
@@ -285,10 +284,6 @@ class Counters:
         tokens[_COMPUTED] += event.computed_tokens
         if event.disk_tokens or event.remote_tokens:
             _add_fetched(tokens, event)
-
-    def _count_deferred(self, event: events.LookupDeferred) -> None:
-        reason = LoadWait.FETCH if event.owner is None else LoadWait.OTHERS_LOAD
-        self.add("kvoffload_lookups_deferred_total", *_LABELS[reason])
 
     def _count_answer(self, fact: facts.RemoteAnswered) -> None:
         self.changes += 1

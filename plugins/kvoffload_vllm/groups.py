@@ -88,13 +88,16 @@ def vllm_groups(
     )
     match_tokens, hash_tokens = sizes or find_block_sizes(vllm_config, kv_cache_config)
     _check_sizes(specs, match_tokens, hash_tokens)
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     shape = EngineShape(
         groups=specs,
         ranks=vllm_config.parallel_config.world_size,
         # vLLM counts the null block, which no request uses.
         device_blocks=kv_cache_config.num_blocks - 1,
-        step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
+        step_tokens=step_tokens,
         match_tokens=match_tokens,
+        in_flight_tokens=step_tokens * getattr(vllm_config, "max_concurrent_batches", 1),
+        draft_tokens=_draft_tokens(vllm_config),
         promises=Promises(recovers_loads=recovers_loads, hands_off_states=features.hands_off_states),
     )
     return VllmGroups(shape, ids, hash_tokens)
@@ -134,6 +137,12 @@ def _with_lookahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec])
         if any(group.kv_cache_spec == other.kv_cache_spec for other in marked)
         and kind_of(layer_specs(group.kv_cache_spec)[0]) is not AttentionKind.RECURRENT
     )
+
+
+def _draft_tokens(vllm_config: VllmConfig) -> int:
+    """Return for how many tokens after the last one vLLM may allocate space: the drafts, and one more token."""
+    drafts = getattr(vllm_config.speculative_config, "num_speculative_tokens", None)
+    return 0 if drafts is None else drafts + 1
 
 
 def _drops_for_draft(vllm_config: VllmConfig) -> bool:

@@ -108,6 +108,8 @@ def _counts(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
     yield "pending jobs", jobs.pending, len(opened) - len(late)
     below = [job for job in opened if job.tier is not Tier.HOST]
     yield "open jobs of lower tiers", jobs.open_on_tiers, len(below)
+    reserved = sum([record.reserved for record in state.requests.live.values()])
+    yield "device blocks reserved for requests with loads", state.requests.reserved, reserved
     under_late = sum([len(job.targets) for job in late if isinstance(job, DeviceJob)])
     yield "device blocks under copies that timed out", state.stall.blocks, under_late
     open_stores = [job for job in opened if isinstance(job, Store)]
@@ -183,6 +185,10 @@ def _request(record: RequestRecord) -> Iterator[str]:
         yield f"{where} and watches for evictions"
     if record.loading and not has_table:
         yield f"{where} and loads for others"
+    if record.reserved and not has_table:
+        yield f"{where} and reserves device blocks"
+    if record.state is RequestState.LOADING and not record.reserved:
+        yield f"{where} and reserves no device blocks"
     if record.hit is not None and record.state is not RequestState.SEEN:
         yield f"{where} with a pending hit"
 

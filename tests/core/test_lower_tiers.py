@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvoffload.core.machine import SlotState
-from kvoffload.model.causes import MissCause, TierOutcome
+from kvoffload.model.causes import Deferral, MissCause, TierOutcome
 from kvoffload.model.events import LookupDeferred, PrefixExceedsHost, TierCopyScheduled
 from kvoffload.model.ids import RequestId, SlotId
 from tests.core.disk_world import DiskWorld
@@ -61,7 +61,7 @@ def test_blocks_only_on_a_lower_tier_are_fetched_and_then_loaded(kind: Kind) -> 
     assert (world.on_host(TEXT), world.below(TEXT)) == ("....", "xxx.")
     request = world.add("late", TEXT)
     assert world.lookup(request) is None
-    assert world.reported(LookupDeferred)[-1] == LookupDeferred(request.name, None)
+    assert world.reported(LookupDeferred)[-1] == LookupDeferred(request.name, Deferral.FETCH)
     world.idle_step()
     assert world.lookup(request) is None
     world.finish()

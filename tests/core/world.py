@@ -98,6 +98,8 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
         "keys in flight": core.stores.in_flight.keys,
         "duplicates": core.stores.in_flight.duplicates,
         "loads that others wait for": state.requests.loading,
+        "device blocks reserved": state.requests.reserved,
+        "a device that is full": state.requests.is_full,
         "keys watched for eviction": core.stores.evictions.offers,
         "entries in tables": state.tables.entries,
         "shared entries in tables": state.tables.shared,

@@ -190,8 +190,12 @@ def check_lookup(scene: Scene, name: str, answer: int | None, *, is_patient: boo
     pinned = set(record.hit.slots) if record.hit is not None else set()
     assert bool(pinned) == bool(answer), f"R1: answered {answer}, pinned {pinned}"
     assert not is_patient or others.isdisjoint(pinned), "R14: loads what another request is loading"
+    beside = [other for other in state.requests.live.values() if other.reserved]
+    needed = sum([state.shape.request_blocks(other.prompt_tokens) for other in (record, *beside)])
+    fits = needed <= state.shape.device_blocks - state.stall.blocks
+    assert not answer or fits or not beside, f"R19: a load beside others, which need {needed} blocks"
     below = record.awaits_answer or any(tier.fetching for tier in state.tiers)
-    has_reason = others or state.requests.loading or below
+    has_reason = others or state.requests.reserved or below
     assert answer is not None or has_reason, "R14: 'not yet' with nothing to wait for"
 
 

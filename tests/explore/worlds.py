@@ -133,6 +133,9 @@ WORLDS: Mapping[str, SmallWorld] = {
     "loads and evictions": SmallWorld(
         texts={"a": LONG, "b": OTHER, "c": SHORT}, served=(LONG,), device=9, host=3
     ),
+    "too little room for two loads": SmallWorld(
+        texts={"a": LONG, "b": OTHER}, served=(LONG, OTHER), faults="fail preempt", device=5, host=4
+    ),
     "a window's load": SmallWorld(_WINDOW, served=(LONG,), faults="fail preempt", device=7),
     "full and window": SmallWorld(_BOTH, served=(LONG,), faults="fail reset", device=14, host=4),
     "a state's load": SmallWorld(_STATES, _ONE, "fail reset preempt corrupt", (LONG,), device=10, host=4),

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -100,6 +102,28 @@ def test_stores_may_lease_a_quarter_of_the_device_blocks(blocks: int, limit: int
 def test_the_maximum_number_of_blocks_that_a_step_allocates() -> None:
     assert shape(4, 8).turnover_blocks == 5 + 3
     assert shape(5).turnover_blocks == 5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "blocks"),
+    [
+        # full attention, a window of 5 tokens, a chunk of 8 tokens, and a recurrent state; blocks of 4 tokens
+        (33, {}, (9, 4, 5, 2)),
+        (33, {"draft_tokens": 4}, (10, 4, 5, 6)),
+        (33, {"in_flight_tokens": 16}, (9, 6, 7, 2)),
+        (9, {"in_flight_tokens": 16}, (3, 3, 3, 2)),
+        (4, {}, (1, 1, 1, 1)),
+    ],
+)
+def test_r19_the_maximum_number_of_blocks_of_a_request(
+    tokens: int, options: dict[str, Any], blocks: tuple[int, ...]
+) -> None:
+    kinds = (FULL, None), (WINDOW, 5), (CHUNKED, 8), (RECURRENT, None)
+    groups = tuple(GroupSpec(GroupId(number), kind, 4, reach) for number, (kind, reach) in enumerate(kinds))
+    for group, most in zip(groups, blocks, strict=True):
+        alone = EngineShape((replace(group, group=GroupId(0)),), 1, 64, step_tokens=8, **options)
+        assert alone.request_blocks(tokens) == most
+    assert EngineShape(groups, 1, 64, step_tokens=8, **options).request_blocks(tokens) == sum(blocks)
 
 
 def test_the_error_of_an_impossible_shape_lists_all_problems() -> None:

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from kvoffload.bus.bus import Bus
 from kvoffload.model.causes import (
     CopyOutcome,
+    Deferral,
     EvictionCause,
     Found,
     LoadOutcome,
@@ -79,8 +80,9 @@ def test_copies_are_counted_per_tier() -> None:
 @pytest.mark.parametrize(
     ("event", "name", "labels", "amount"),
     [
-        (LookupDeferred(A, A), "lookups_deferred_total", ("others_load",), 1),
-        (LookupDeferred(A, None), "lookups_deferred_total", ("fetch",), 1),
+        (LookupDeferred(A, Deferral.OTHERS_LOAD, A), "lookups_deferred_total", ("others_load",), 1),
+        (LookupDeferred(A, Deferral.FETCH), "lookups_deferred_total", ("fetch",), 1),
+        (LookupDeferred(A, Deferral.ROOM), "lookups_deferred_total", ("room",), 1),
         (TierCopyScheduled(JOB, Direction.STORE, 5), "tier_scheduled_blocks_total", ("disk", "store"), 5),
         (TierCopyEnded(JOB, Direction.LOAD, 5, CORRUPT), "tier_blocks_total", ("disk", "load", "corrupt"), 5),
         (DiskBlocksEvicted(5, EvictionCause.SPACE), "evicted_blocks_total", ("disk", "space"), 5),

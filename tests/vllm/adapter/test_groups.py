@@ -27,6 +27,14 @@ def translate(
 def test_the_shape_has_the_engines_numbers() -> None:
     shape = translate(group(full()), sizes=(64, 16)).shape
     assert (shape.ranks, shape.device_blocks, shape.step_tokens, shape.alignment) == (4, 99, 512, 64)
+    assert (shape.in_flight_tokens, shape.draft_tokens) == (512, 0)
+
+
+def test_the_shape_counts_two_steps_in_flight_and_the_tokens_of_a_draft_model() -> None:
+    config = vllm_config(draft=SimpleNamespace(num_speculative_tokens=3, use_eagle=lambda: False))
+    config.max_concurrent_batches = 2
+    shape = vllm_groups(config, cache_config(group(full())), features=PLAIN, sizes=(16, 16)).shape
+    assert (shape.in_flight_tokens, shape.draft_tokens) == (1024, 4)
 
 
 @pytest.mark.parametrize(
