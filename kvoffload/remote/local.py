@@ -23,7 +23,7 @@ from pathlib import Path
 from kvoffload.model.errors import RemoteError
 from kvoffload.remote.mooncake_child import load_client
 
-_START_S = 20.0
+_START_S = 60.0
 _POLL_S = 0.02
 _NODE_READY = "the node is ready"
 _NODE_BUFFER = 2**24  # the size in bytes of the buffer that a node needs for its own client
