@@ -293,16 +293,14 @@ class OffloadCore:
             if record.keys[group][position : position + 1] != [key]:
                 self.stores.refuse([Offer(key, block)], StoreOutcome.STALE)
                 continue
-            end, limit = (
-                (position + 1) * self.state.shape.groups[group].block_tokens,
-                record.limits.store_tokens,
-            )
+            end = (position + 1) * self.state.shape.groups[group].block_tokens
+            limit = record.limits.store_tokens
             if limit is not None and end > limit:
                 self.stores.refuse([Offer(key, block)], StoreOutcome.LIMITED)
                 continue
             self.state.tables.put(record, group, position, block)
             offers.append(Offer(key, block, record, record.incarnation, group, position))
-            if (position + 1) * self.state.shape.groups[group].block_tokens == record.boundary:
+            if end == record.boundary:
                 self._hits.boundary_stored(record)
         self._planner.states(offers)
 

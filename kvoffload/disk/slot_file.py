@@ -2,9 +2,9 @@
 
     | header, 4 KiB | slot 0 | slot 1 | ...        a slot is a block's bytes on this rank, padded to 4 KiB
 
-The header describes the slots, names the fingerprint of the KV, and contains the file's random id. The index names slot files by their ids, so a file
-that was lost, replaced or swapped with another rank's file is noticed. The header is written when the file is created
-or resized. Slots have no headers, because the index has the checksum of each slot.
+The header describes the slots, names the fingerprint of the KV, and contains the file's random id. The index names slot
+files by their ids, so a file that was lost, replaced or swapped with another rank's file is noticed. The header is
+written when the file is created or resized. Slots have no headers, because the index has the checksum of each slot.
 
 Reads and writes bypass the page cache if the file system allows it. The page cache would take host memory that could
 hold blocks, and under memory pressure it writes at a tenth of the disk's speed.

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
-from kvoffload.model.causes import Deferral, LoadOutcome, TierOutcome
+from kvoffload.model.causes import LoadOutcome, TierOutcome
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.wire import Direction, Tier
 from kvoffload.runtime.copies import OpenCopies
@@ -129,7 +129,8 @@ class NetBenefit:
         self._break_even = {tier: BreakEven() for tier in (Tier.HOST, *_FETCHED_FROM)}
         self._set_least = set_least
         self._least_due_s = math.inf if set_least is None else -math.inf
-        self._await_fetch: set[RequestId] = set()
+        # For each request that waits, why its first lookup answered "not yet".
+        self._deferrals: dict[RequestId, LoadWait] = {}
         # When each request's load, and each fetch for a request, was planned, and how many tokens it copies.
         self._loads: dict[RequestId, tuple[float, int]] = {}
         self._fetches: dict[JobId, tuple[float, int]] = {}
@@ -230,13 +231,11 @@ class NetBenefit:
     # -- loads ------------------------------------------------------------------------------------------------------
 
     def _deferred(self, event: events.LookupDeferred) -> None:
-        if event.reason is Deferral.FETCH:
-            self._await_fetch.add(event.request)
+        self._deferrals.setdefault(event.request, LoadWait(event.reason.value))
 
     def _waited(self, event: events.WaitEnded) -> None:
-        reason = LoadWait.FETCH if event.request in self._await_fetch else LoadWait.OTHERS_LOAD
-        self._await_fetch.discard(event.request)
-        self._waits[reason].observe(event.seconds)
+        if (reason := self._deferrals.pop(event.request, None)) is not None:
+            self._waits[reason].observe(event.seconds)
 
     def _load_scheduled(self, event: events.LoadScheduled) -> None:
         self._loads[event.request] = self._hook.now, event.tokens

@@ -85,8 +85,9 @@ class LoadWait(Enum):
     """The reasons why a request must wait before it can compute."""
 
     OWN_LOAD = "own_load"
-    OTHERS_LOAD = "others_load"  # another request is loading the same prefix, or the device lacks room beside other loads
-    FETCH = "fetch"  # a tier below the host has the request's blocks
+    OTHERS_LOAD = Deferral.OTHERS_LOAD.value
+    FETCH = Deferral.FETCH.value
+    ROOM = Deferral.ROOM.value
 
     __hash__ = object.__hash__  # hash by identity, because `Enum.__hash__` is a slow Python call
 
@@ -500,7 +501,7 @@ CATALOGUE: tuple[Metric, ...] = (
     # --- time saved and time lost ---
     Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found. Up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: loaded tokens times the measured prefill time per token. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
-    Metric("kvoffload_load_wait_seconds", "Time that a request waited: for its own load, from allocation to its end; for another request's load, of the same prefix or because the device has no room beside it; or for a fetch from a tier below the host.", Kind.HISTOGRAM, (Label("reason", LoadWait),), "seconds", _WAIT_BUCKETS),
+    Metric("kvoffload_load_wait_seconds", "Time that a request waited: for its own load, from allocation to its end; for another request's load of the same prefix; for a fetch from a tier below the host; or for room on the device beside other loads.", Kind.HISTOGRAM, (Label("reason", LoadWait),), "seconds", _WAIT_BUCKETS),
     Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, from comparing decode steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds", read=lambda side: _by_direction(side.benefit.interference_s)),
     Metric("kvoffload_prefill_tokens_per_second", "Prefill rate: prefilled tokens per second of the time that they add to the engine's steps. It is the median of the last measurements, and 0 until measured.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.prefill_tokens_per_s}),
     Metric("kvoffload_break_even_tokens", "Hits of at least this many tokens are faster to load than to compute; 0 until measured, 1000000 if no hit is.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.break_even()[Tier.HOST]}),

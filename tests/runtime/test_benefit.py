@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.causes import CopyOutcome, Deferral
 from kvoffload.model.config import AUTO
-from kvoffload.model.events import NetBenefitTurned
+from kvoffload.model.events import LookupDeferred, NetBenefitTurned, WaitEnded
+from kvoffload.model.ids import RequestId
 from kvoffload.runtime.benefit import NEVER_TOKENS, BreakEven
 from tests.runtime.parts import RELOAD, Side, loading, storing
 
@@ -102,6 +103,16 @@ def test_waiting_for_another_requests_load_counts_as_waiting(end: str) -> None:
     side.clock.jump(5.0)
     side.allocated("b")
     assert (waited(side), waited(side, "others_load")) == (1.0, 1.0)
+
+
+def test_a_wait_counts_under_the_first_reason_for_which_a_lookup_was_deferred() -> None:
+    side, request = Side(), RequestId("a")
+    for reason in (Deferral.ROOM, Deferral.OTHERS_LOAD):
+        side.side.bus.publish(LookupDeferred(request, reason))
+    side.side.bus.publish(WaitEnded(request, 2.0))
+    side.side.bus.publish(LookupDeferred(request, Deferral.OTHERS_LOAD))
+    side.side.bus.publish(WaitEnded(request, 3.0))
+    assert (waited(side, "room"), waited(side, "others_load")) == (2.0, 3.0)
 
 
 # -- interference -----------------------------------------------------------------------------------------------
