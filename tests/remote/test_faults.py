@@ -219,12 +219,11 @@ def check_refused(engine: Served, reason: str) -> None:
         for prompt in PROMPTS[1:3]:
             had = engine.copied(STORE, TierOutcome.FAILED)
             engine.run(prompt)
-            engine.run(prompt)
-            engine.step_until(lambda had=had: engine.copied(STORE, TierOutcome.FAILED) > had)  # type: ignore[misc]
+            engine.run_until(prompt, lambda had=had: engine.copied(STORE, TierOutcome.FAILED) > had)  # type: ignore[misc]
     refusals = [line["reason"] for line in lines if line["event"] == "remote_write_refused"]
     assert len(refusals) == 1
     assert reason in refusals[0]
-    assert engine.tier is TierState.OPEN
+    engine.until(TierState.OPEN)
 
 
 def fill(server: Mooncake) -> None:
