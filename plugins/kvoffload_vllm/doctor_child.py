@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.checks.ask import answer, is_about_the_hub, shortened, words_of
+from kvoffload.checks.ask import answer, is_about_the_hub, shortened, words_of, words_of_exit
 from kvoffload_vllm.register import NAME, register
 
 if TYPE_CHECKING:
@@ -85,8 +85,7 @@ def _parse(arguments: Sequence[str], *, is_lenient: bool) -> argparse.Namespace:
         try:
             args = parser.parse_args(["serve", *arguments])
         except SystemExit as end:
-            text = said.getvalue().rpartition("error: ")[2] if end.code else "the line asks for help only"
-            raise _Refused(shortened(text)) from end
+            raise _Refused(words_of_exit(end, said.getvalue())) from end
     args.model = getattr(args, "model_tag", None) or args.model
     return argparse.Namespace(**vars(args))
 

@@ -163,7 +163,7 @@ def test_what_sglang_replies_decides(
     reply: dict[str, Any], verdict: str, text: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.5.23")
-    monkeypatch.setattr(doctor, "ask", lambda *_: {"version": "0.5.23", **reply})
+    monkeypatch.setattr("kvoffload.checks.ask.ask", lambda *_: {"version": "0.5.23", **reply})
     reported = found(capsys, *launch(tmp_path))[1]["sglang options"]
     assert (reported["verdict"], text in reported["finding"]) == (verdict, True), reported
 
