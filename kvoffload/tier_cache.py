@@ -275,7 +275,8 @@ class TierCache:
         places, wanted = self._usable("get", keys, pages)
         if not places:
             return [False] * len(keys)
-        targets, found = [pages[place] for place in places], [False] * len(places)
+        targets = [pages[place] for place in places]
+        found = [False] * len(places)
         with self._changed:
             epoch = self._state.epoch
             self.ask("get", lambda: self._ask_remote(wanted, until, are_hints_enough=True), None)
@@ -305,7 +306,8 @@ class TierCache:
         places, wanted = self._usable("put", keys, pages)
         if not places:
             return [False] * len(keys)
-        sources, stored = [pages[place] for place in places], [False] * len(places)
+        sources = [pages[place] for place in places]
+        stored = [False] * len(places)
         with self._changed:
             epoch = self._state.epoch
         for some in self._batches(len(wanted)):

@@ -293,10 +293,8 @@ class OffloadCore:
             if record.keys[group][position : position + 1] != [key]:
                 self.stores.refuse([Offer(key, block)], StoreOutcome.STALE)
                 continue
-            end, limit = (
-                (position + 1) * self.state.shape.groups[group].block_tokens,
-                record.limits.store_tokens,
-            )
+            end = (position + 1) * self.state.shape.groups[group].block_tokens
+            limit = record.limits.store_tokens
             if limit is not None and end > limit:
                 self.stores.refuse([Offer(key, block)], StoreOutcome.LIMITED)
                 continue

@@ -136,7 +136,8 @@ def _warnings() -> Iterator[list[str]]:
             if _ABOUT_US.search(text := record.getMessage()) and shortened(text) not in found:
                 found.append(shortened(text))
 
-    handler, theirs = Handler(logging.WARNING), logging.getLogger("vllm")
+    handler = Handler(logging.WARNING)
+    theirs = logging.getLogger("vllm")
     theirs.addHandler(handler)
     try:
         yield found
@@ -197,7 +198,8 @@ def _sizes(config: VllmConfig, *, has_draft: bool) -> dict[str, Any]:
     if reason := _size_depends_on(config, has_draft=has_draft):
         return {"unknown": f"the sizes of {model.model} depend on {reason}"}
     item = CACHE_DTYPES.get(cache.cache_dtype, model.dtype.itemsize)
-    heads, width = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
+    heads = model.get_num_kv_heads(config.parallel_config)
+    width = model.get_head_size()
     parts = 1 if model.use_mla else 2  # the latent, or K and V
     return {
         "page_bytes": parts * heads * width * item * cache.block_size,
@@ -210,7 +212,8 @@ def _sizes(config: VllmConfig, *, has_draft: bool) -> dict[str, Any]:
 def _size_depends_on(config: VllmConfig, *, has_draft: bool) -> str | None:
     """Return what the sizes of KV blocks depend on besides the values that `_sizes` uses; None if on nothing."""
     model, cache, text = config.model_config, config.cache_config, config.model_config.hf_text_config
-    stages, layers = config.parallel_config.pipeline_parallel_size, getattr(text, "num_hidden_layers", 0)
+    stages = config.parallel_config.pipeline_parallel_size
+    layers = getattr(text, "num_hidden_layers", 0)
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "attention"}
     of_layers = ("index_topk", "num_kv_shared_layers", "attention_chunk_size", "cross_attention_layers")
     window = getattr(text, "use_sliding_window", True) and model.get_sliding_window()

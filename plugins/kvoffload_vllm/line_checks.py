@@ -95,7 +95,8 @@ def _refused(reply: Mapping[str, Any]) -> Iterator[_Problem]:
 
 
 def _of_configuration(reply: Mapping[str, Any], setup: Setup, *, is_ours: bool) -> Iterator[_Problem]:
-    given, used = (reply["transfer"] or {}).get("kv_connector"), reply["connector"]
+    given = (reply["transfer"] or {}).get("kv_connector")
+    used = reply["connector"]
     if is_ours and used != given:
         yield f"vLLM uses the connector {used} instead of {given}, because of {_OFFLOADING}", _REMOVE
     for problem in reply["problems"]:
