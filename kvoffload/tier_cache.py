@@ -159,7 +159,7 @@ class TierCache:
         self._monotonic = clock.monotonic
         self._page_bytes = tuple(page_bytes)
         self._pid = os.getpid()
-        self._refused: set[str] = set()  # the kinds of unusable arguments that the log has
+        self._once = AtMostEvery(inf, clock.monotonic)  # for lines that are logged once
         self._min_hits = {Tier.DISK: config.disk_min_hits, Tier.REMOTE: config.remote_min_hits}
         self._wake = threading.Event()
         self._portal = portal = _Threads(self._wake)
@@ -207,7 +207,6 @@ class TierCache:
         self._side = TiersSide(core, self, config, portal, clocks, disk, remote, key)
         self.observation.remote_faults = self._side.remote_faults
         self.bus.on_removed = log_removed
-        self._unreadable = AtMostEvery(inf, clock.monotonic)
         self.counters.subscribe(self.bus)
         self._handle(facts.TransferReported(self._report))
         shared = _RANK, 1, config, arena, portal, clock, None, key
@@ -276,7 +275,8 @@ class TierCache:
         places, wanted = self._usable("get", keys, pages)
         if not places:
             return [False] * len(keys)
-        targets, found = [pages[place] for place in places], [False] * len(places)
+        targets = [pages[place] for place in places]
+        found = [False] * len(places)
         with self._changed:
             epoch = self._state.epoch
             self.ask("get", lambda: self._ask_remote(wanted, until, are_hints_enough=True), None)
@@ -306,7 +306,8 @@ class TierCache:
         places, wanted = self._usable("put", keys, pages)
         if not places:
             return [False] * len(keys)
-        sources, stored = [pages[place] for place in places], [False] * len(places)
+        sources = [pages[place] for place in places]
+        stored = [False] * len(places)
         with self._changed:
             epoch = self._state.epoch
         for some in self._batches(len(wanted)):
@@ -358,7 +359,7 @@ class TierCache:
         return read_all(cast("Side", self), self.counters.tiers, self._reader_failed, metrics)
 
     def _reader_failed(self, metric: str, error: Exception) -> None:
-        if self._unreadable.due(metric) is not None:
+        if self._once.due(metric) is not None:
             log_removed(metric, error)
 
     def close(self) -> None:
@@ -405,8 +406,7 @@ class TierCache:
 
     def _refuse(self, call: str, kind: str, reason: str) -> None:
         """Log the first problem of its kind. Each further line would say the same."""
-        if kind not in self._refused:
-            self._refused.add(kind)
+        if self._once.due(kind) is not None:
             note = "such blocks are neither found nor stored, and this is logged once"
             log.warning("tier_call_refused", call=call, reason=reason, note=note)
 

@@ -13,7 +13,10 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib import metadata
 from typing import Any
+
+from kvoffload.checks.launch import Launch
 
 LIMIT_S = 120.0
 """The time after which the child is killed. A stock vLLM took 6 to 14 seconds on two busy cores."""
@@ -22,8 +25,38 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_S
 _LONGEST = 600  # the maximum number of characters of a text that an engine printed
 
 
+def ask_engine(engine: str, launch: Launch, module: str, **more: object) -> dict[str, Any]:
+    """Return what the engine of this environment says of a command line.
+
+    If it cannot be asked, the keys "unknown" and "remedy" say why, and what to do.
+
+    Args:
+        engine: the engine's name; in lower case, it is the name of the engine's package.
+        launch: the command line.
+        module: the child's module, which calls `answer`.
+        more: what the request contains besides the engine's arguments.
+    """
+    if launch.image:
+        remedy = f"run the doctor in that image, which needs kvoffload: --entrypoint kvoffload {launch.image} doctor ..."
+        return {"unknown": f"{engine} runs in the image {launch.image}", "remedy": remedy}
+    try:
+        metadata.version(engine.lower())
+    except metadata.PackageNotFoundError:
+        return {
+            "unknown": f"{engine} is not installed in this environment",
+            "remedy": f"run the doctor where {engine} is",
+        }
+    if launch.placeholders:
+        return {
+            "unknown": "the command line has variables",
+            "remedy": "put their values into the command line",
+        }
+    reply = ask(module, {"arguments": launch.arguments, **more}, launch.whole_environ)
+    return {"remedy": f"run the doctor where {engine} starts, with its model and device"} | reply
+
+
 def ask(
-    module: str, request: Mapping[str, object], environ: Mapping[str, str], *, limit_s: float | None = None
+    module: str, request: Mapping[str, object], environ: Mapping[str, str], *, limit_s: float = LIMIT_S
 ) -> dict[str, Any]:
     """Return a child's answer to a request. The child downloads nothing from the Hugging Face hub.
 
@@ -31,12 +64,11 @@ def ask(
         module: the child's module, which calls `answer`.
         request: the request; it becomes JSON.
         environ: the environment variables of the engine.
-        limit_s: seconds to wait; by default `LIMIT_S`.
+        limit_s: seconds to wait.
 
     Returns:
         the child's answer, or the reason why there is none, in the key "unknown".
     """
-    limit_s = LIMIT_S if limit_s is None else limit_s
     if sys.stderr.isatty():
         sys.stderr.write("asking the engine, which takes some seconds ...\n")
     with subprocess.Popen(
@@ -75,6 +107,11 @@ def answer(find: Callable[[dict[str, Any]], Mapping[str, object]]) -> None:
     request = json.load(sys.stdin)
     json.dump(find(request), out)
     out.close()
+
+
+def words_of_exit(end: SystemExit, printed: str) -> str:
+    """Return why an engine's parser ended the process, from what it printed to standard error."""
+    return shortened(printed.rpartition("error: ")[2]) if end.code else "the line asks for help only"
 
 
 def words_of(error: BaseException) -> str:

@@ -111,7 +111,9 @@ def split_script(text: str) -> list[str]:
         return [_unquoted(line[2:].strip()) for line in lines]
     text = _NUMBERED.sub("", _CONTINUED.sub(" ", text)).strip()
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";<>|&\n")
-    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
+    lexer.whitespace = " \t\r"
+    lexer.whitespace_split = True
+    lexer.commenters = ""
     try:
         return list(lexer)
     except ValueError as error:
@@ -144,7 +146,8 @@ def _until_operator(words: Sequence[str]) -> Iterator[str]:
 def _find_in_container(words: Sequence[str], commands: re.Pattern[str]) -> Launch | None:
     environ: dict[str, str] = {}
     entrypoint: list[str] = []
-    image, rest = "", iter(words)
+    image = ""
+    rest = iter(words)
     for word in rest:
         if not word.startswith("-"):
             image = word

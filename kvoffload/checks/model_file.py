@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,9 +20,7 @@ class ModelUnread(KVOffloadError):
     """Raised if a model's `config.json` is not on this machine or cannot be read."""
 
 
-def read_model_file(
-    model: str, revision: str = "main", environ: Mapping[str, str] = os.environ
-) -> dict[str, Any]:
+def read_model_file(model: str, revision: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return the content of a model's `config.json`, with the quantization if that is in a file of its own.
 
     Args:

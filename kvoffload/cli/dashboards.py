@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import kvoffload
-from kvoffload.cli.exits import CommandError, Exit, OutputError, printable, say
+from kvoffload.cli.exits import CommandError, Exit, OutputError, say
 from kvoffload.cli.partial_file import written
+from kvoffload.model.errors import printable
 
 HELP = "write the Grafana dashboards, the Prometheus rules and the runbook into a directory"
 

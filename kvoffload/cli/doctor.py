@@ -30,10 +30,10 @@ from kvoffload.checks.check import (
     run_checks,
     unknown,
 )
-from kvoffload.cli.exits import CommandError, Exit, printable
+from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.disk.tier_key import read_tier_key
 from kvoffload.model.config import OffloadConfig, parse_config
-from kvoffload.model.errors import ConfigError
+from kvoffload.model.errors import ConfigError, printable
 
 HELP = "check a machine and settings before an engine starts: ok, warning or error, with the remedy"
 

@@ -6,8 +6,7 @@ import sys
 from contextlib import suppress
 from enum import IntEnum
 
-from kvoffload.model.errors import KVOffloadError
-from kvoffload.model.errors import printable as printable
+from kvoffload.model.errors import KVOffloadError, printable
 
 
 class Exit(IntEnum):

@@ -7,7 +7,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
-from kvoffload.cli.exits import Exit, printable
+from kvoffload.cli.exits import Exit
+from kvoffload.model.errors import printable
 
 _SIMILAR = 0.7  # difflib's cutoff, high enough that only typos match
 

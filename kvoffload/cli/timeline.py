@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     # Like the journal, the trace has request names.
     with written(output, is_private=True) as file:
         shows_events = write_trace(chain([first], records), file, lambda: lines.provenance)
-    code, name = lines.report(output), summary_of(first.message).name
+    code = lines.report(output)
+    name = summary_of(first.message).name
     if shows_events:
         return code
     say(f"the trace is empty: kvoffload {kvoffload.__version__} draws none of these events, such as {name}")

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffload.checks.options import seconds
-from kvoffload.cli.exits import CommandError, Exit, printable, say
+from kvoffload.cli.exits import CommandError, Exit, say
 from kvoffload.model.config import size_text
-from kvoffload.model.errors import KVOffloadError
+from kvoffload.model.errors import KVOffloadError, printable
 from kvoffload.telemetry.catalogue import HostBytes
 
 if TYPE_CHECKING:

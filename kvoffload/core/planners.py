@@ -169,7 +169,8 @@ class LazyPlanner:
             device_tokens: the blocks of so many tokens at the beginning of `new` were computed for other requests. If
                 this request has no limit, they may be stored for it.
         """
-        limit, tables = record.limits.store_tokens, record.table or ()
+        limit = record.limits.store_tokens
+        tables = record.table or ()
         for group, table, blocks in zip(self._state.shape.groups, tables, new, strict=False):
             first = 0 if limit is None else -(-device_tokens // group.block_tokens)
             self._limited.difference_update(blocks[first:])

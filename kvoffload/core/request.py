@@ -138,7 +138,8 @@ class RequestRecord(Struct, eq=False):
 
     def longest_hit(self, device_tokens: int, shape: EngineShape) -> int:
         """Return the maximum length of a hit: the last token is always computed, and the client may limit loads."""
-        limit, load_tokens = self.prompt_tokens - 1, self.limits.load_tokens
+        limit = self.prompt_tokens - 1
+        load_tokens = self.limits.load_tokens
         if load_tokens is None:
             return limit
         # vLLM's own connector takes one token off the limit if a model has other than full-attention groups.

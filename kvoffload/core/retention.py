@@ -35,9 +35,7 @@ class Retention:
     and `shares`.
     """
 
-    def __init__(
-        self, pool: SlotPool, groups: tuple[GroupSpec, ...], tiers: tuple[LowerTier, ...] = ()
-    ) -> None:
+    def __init__(self, pool: SlotPool, groups: tuple[GroupSpec, ...], tiers: tuple[LowerTier, ...]) -> None:
         self._pool = pool
         self._tiers = tiers
         self._groups = groups

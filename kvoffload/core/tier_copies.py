@@ -444,7 +444,9 @@ class LowerTiers:
         asked for: not the blocks above the remote tier or after the last token that a lookup can find, and none at all
         if a fetch of all of them would be too short.
         """
-        state, limit, first = self._state, record.prompt_tokens - 1, 0
+        state = self._state
+        limit = record.prompt_tokens - 1
+        first = 0
         *above, remote = state.tiers
         if record.limits.load_tokens == 0 or not _allows(record, remote):
             return []
@@ -595,7 +597,8 @@ class LowerTiers:
             hit: the blocks that need no fetch.
         """
         state, on_way = self._state, self._in_flight.keys
-        limit, alignment = record.longest_hit(hit.device_tokens, state.shape), state.shape.alignment
+        limit = record.longest_hit(hit.device_tokens, state.shape)
+        alignment = state.shape.alignment
         # With one full-attention group, no block before `hit.tokens` is missing. With windows, blocks may be missing
         # there.
         start = hit.tokens if state.shape.is_one_full_group else hit.device_tokens

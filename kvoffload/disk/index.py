@@ -335,7 +335,8 @@ class IndexLog:
         Raises:
             OSError: the disk is full, failing or gone. This index stays open.
         """
-        header, data = self.header, _read_all(self._descriptor, self._end)
+        header = self.header
+        data = _read_all(self._descriptor, self._end)
         contents = read_index(data, header.slots, header.fingerprint, header.key)
         if contents.end != self._end:
             raise OSError(errno.EIO, "the index reads otherwise than it was written")

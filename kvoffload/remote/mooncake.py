@@ -265,7 +265,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _received(connection: socket.socket, until: float) -> bytes:
     """Return all bytes received until the other end closes the connection, or a few more than `_MOST_ANSWER`."""
-    parts, size = list[bytes](), 0
+    parts = list[bytes]()
+    size = 0
     while size <= _MOST_ANSWER and (part := connection.recv(2**16)):
         parts.append(part)
         size += len(part)

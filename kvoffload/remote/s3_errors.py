@@ -95,7 +95,8 @@ def translated(address: BucketAddress) -> Iterator[None]:
 def _translation(address: BucketAddress, error: BaseException) -> RemoteError:
     from obstore.exceptions import InvalidPathError
 
-    text, kind = str(error)[:_SEARCHED], type(error).__name__
+    text = str(error)[:_SEARCHED]
+    kind = type(error).__name__
     if isinstance(error, InvalidPathError):
         return BadNameError(f"{address} fails: {kind}")
     words = list(dict.fromkeys(_NAMES.findall(text)))

@@ -316,7 +316,8 @@ def _find_index(
         if found is not None and found.header.files != files:
             raise NotAnIndex(f"it belongs to other slot files, which had {len(found.entries)} blocks")
     except NotAnIndex as error:
-        path, reason = str(folder.path / INDEX_NAME), str(error)
+        path = str(folder.path / INDEX_NAME)
+        reason = str(error)
         if others:
             reason += f"; its identity.json names other {', '.join(others)}"
         log.warning("disk_index_dropped", file=path, reason=reason, note="the disk starts empty")

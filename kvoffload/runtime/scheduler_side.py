@@ -402,7 +402,8 @@ class SchedulerSide:
 
     def _look_at_reset(self, *, is_new: bool = False) -> None:
         """Publish the end of the last reset, if all jobs that were open at the reset have ended or were abandoned."""
-        look, epoch = (self.copies.reset if is_new else self.copies.look_at_reset), self.core.state.epoch
+        look = self.copies.reset if is_new else self.copies.look_at_reset
+        epoch = self.core.state.epoch
         if event := self.faults.ask("reset", lambda: look(epoch), None):
             self.bus.publish(event)
 

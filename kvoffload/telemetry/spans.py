@@ -43,13 +43,11 @@ class Entry(NamedTuple):
         sequence: the message's number. Missing numbers belong to dropped messages.
         time: the time in unix seconds.
         message: the fact or event.
-        trace_parent: the W3C `traceparent` of the new request in a `RequestSeen` fact; otherwise None.
     """
 
     sequence: int
     time: float
     message: object
-    trace_parent: str | None = None
 
 
 class SpanObserver:
@@ -115,9 +113,8 @@ class SpanObserver:
         assert self._feed is not None
         if isinstance(message, facts.StepScheduled) and not message.preempted:
             return
-        parent = message.trace_parent if isinstance(message, facts.RequestSeen) else None
         self._offered += 1
-        self._feed.offer(Entry(self._offered, self._now(), message, parent))
+        self._feed.offer(Entry(self._offered, self._now(), message))
 
     # -- on the executor's thread -----------------------------------------------------------------------------------
 
@@ -126,9 +123,12 @@ class SpanObserver:
             if entry.sequence > self._timeline.sequence + 1:
                 self._timeline.close()
                 self._timeline = Timeline(self._canvas)
-            self._canvas.trace_parent = entry.trace_parent
-            message = entry.message if isinstance(entry.message, events.Event) else summary_of(entry.message)
-            self._timeline.draw(Record(entry.sequence, entry.time, message))
+            message = entry.message
+            self._canvas.trace_parent = (
+                message.trace_parent if isinstance(message, facts.RequestSeen) else None
+            )
+            drawn = message if isinstance(message, events.Event) else summary_of(message)
+            self._timeline.draw(Record(entry.sequence, entry.time, drawn))
         self._send()
 
     def _close(self) -> None:

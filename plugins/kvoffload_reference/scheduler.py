@@ -80,7 +80,8 @@ class ReferenceScheduler(SchedulerPlugin):
     def request_added(self, request: Request) -> None:
         known = tuple(_keys(request.keys(group.group)) for group in self._groups)
         self._sent[request.request_id] = _Sent(request, [len(each) for each in known])
-        name, parent = RequestId(request.request_id), request.trace_parent
+        name = RequestId(request.request_id)
+        parent = request.trace_parent
         fact = facts.RequestSeen(name, request.num_tokens, known, trace_parent=parent)
         self._offload.seen(fact, self._sent[request.request_id].has_token)
 

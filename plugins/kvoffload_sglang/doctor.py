@@ -9,7 +9,7 @@ from contextlib import suppress
 from importlib import metadata
 from typing import Any, NoReturn
 
-from kvoffload.checks.ask import ask
+from kvoffload.checks.ask import ask_engine
 from kvoffload.checks.check import Check, Finding, Given, Setup, Sizes, fail, ok, unknown, warn
 from kvoffload.checks.launch import Launch, find_launch
 from kvoffload.checks.model_file import ModelUnread, read_model_file
@@ -61,11 +61,13 @@ def _given_by_line(launch: Launch) -> Given:
     Raises:
         ConfigError: SGLang's extra config cannot be read.
     """
-    line, reply = make_parser().parse_known_args(launch.arguments)[0], _ask(launch)
+    line = make_parser().parse_known_args(launch.arguments)[0]
+    reply = ask_engine("SGLang", launch, "kvoffload_sglang.doctor_child")
     values = reply.get("values", {})
     extra = _extra(values.get(_EXTRA) or line.extra_config, launch)
     if line.enable_dp_attention:  # as in SGLang, the replicas are then only those of attention
-        line.attn_dp_size, line.dp_size = line.dp_size or 1, 1
+        line.attn_dp_size = line.dp_size or 1
+        line.dp_size = 1
     line = argparse.Namespace(**vars(line) | values)
     line.has_latents = reply.get("is_mla", _has_latents(line, launch.local_environ))
     sizes = Sizes(engines=line.dp_size * line.attn_dp_size or 1)
@@ -95,29 +97,6 @@ def _extra(text: str | None, launch: Launch) -> dict[str, object] | None:
             [f"{OPTION} names a file in the image {launch.image}; run the doctor in that image"]
         )
     return None if text is None else read_object(text.removeprefix("@"), OPTION)
-
-
-def _ask(launch: Launch) -> dict[str, Any]:
-    """Return what the SGLang of this environment says of a command line (see `doctor_child`)."""
-    if launch.image:
-        return {
-            "unknown": f"SGLang runs in the image {launch.image}",
-            "remedy": "run the doctor in that image",
-        }
-    try:
-        metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return {
-            "unknown": "SGLang is not installed in this environment",
-            "remedy": "run the doctor where SGLang is",
-        }
-    if launch.placeholders:
-        return {
-            "unknown": "the command line has variables",
-            "remedy": "put their values into the command line",
-        }
-    reply = ask("kvoffload_sglang.doctor_child", {"arguments": launch.arguments}, launch.whole_environ)
-    return {"remedy": "run the doctor where SGLang starts, with its model and device"} | reply
 
 
 def _count(text: str) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from kvoffload.checks.ask import answer, is_about_the_hub, shortened, words_of
+from kvoffload.checks.ask import answer, is_about_the_hub, words_of, words_of_exit
 
 _VALUES = (
     *(
@@ -43,8 +43,7 @@ def examine(arguments: Sequence[str]) -> dict[str, Any]:
             args = prepare_server_args(list(arguments))
         args.resolve_once()
     except SystemExit as end:
-        text = said.getvalue().rpartition("error: ")[2] if end.code else "the line asks for help only"
-        return {**found, "refused": shortened(text)}
+        return {**found, "refused": words_of_exit(end, said.getvalue())}
     except Exception as error:  # SGLang and the libraries below it may raise any exception
         if is_about_the_hub(error):
             return {**found, "unknown": f"a file of the model is not on this machine: {words_of(error)}"}

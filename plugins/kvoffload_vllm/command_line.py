@@ -169,7 +169,8 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         name = _whole(_SHORT.get(name, name.replace("_", "-")))
         is_switch = name.replace("--no-", "--", 1) in _SWITCHES
         if not equals and left and not _is_option(left[0]) and not is_switch:
-            equals, value = "=", left.popleft()
+            equals = "="
+            value = left.popleft()
         if keys:
             _set(objects.setdefault(name, {}), keys, value)
         else:

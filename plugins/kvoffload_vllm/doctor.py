@@ -14,13 +14,22 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
+from kvoffload.checks.ask import ask_engine
 from kvoffload.checks.check import GIVE, Check, Finding, Given, Setup, Sizes, fail, ok, unknown, warn
 from kvoffload.checks.launch import Launch, find_launch
 from kvoffload.checks.model_file import ModelUnread, read_model_file
 from kvoffload.checks.options import positive, read_object, size
 from kvoffload.model.errors import ConfigError
-from kvoffload_vllm.command_line import CHANGE_SIZES, CHOOSE_BLOCKS, COMMANDS, EXAMPLE, number, read_line
-from kvoffload_vllm.line_checks import ask_vllm, options_check
+from kvoffload_vllm.command_line import (
+    CHANGE_SIZES,
+    CHOOSE_BLOCKS,
+    COMMANDS,
+    DYNAMO,
+    EXAMPLE,
+    number,
+    read_line,
+)
+from kvoffload_vllm.line_checks import options_check
 from kvoffload_vllm.model_sizes import (
     ModelSizes,
     Options,
@@ -104,7 +113,9 @@ def read_arguments(args: argparse.Namespace) -> Given:
 
 def _given_by_line(args: argparse.Namespace, transfer: dict[str, Any] | None, launch: Launch) -> Given:
     """Return what vLLM's command line determines. The doctor's own options, and `transfer`, take precedence."""
-    line, reply = read_line(launch), ask_vllm(launch)
+    line = read_line(launch)
+    is_lenient = launch.command == DYNAMO
+    reply = ask_engine("vLLM", launch, "kvoffload_vllm.doctor_child", is_lenient=is_lenient)
     values = line.values | reply.get("values", {})
     args = argparse.Namespace(**vars(args) | {k: v for k, v in values.items() if vars(args).get(k) is None})
     transfer = transfer or reply.get("transfer") or line.transfer

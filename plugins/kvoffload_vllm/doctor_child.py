@@ -18,7 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.checks.ask import answer, is_about_the_hub, shortened, words_of
+from kvoffload.checks.ask import answer, is_about_the_hub, shortened, words_of, words_of_exit
+from kvoffload_vllm.model_sizes import CACHE_DTYPES, LARGEST_HEAD
 from kvoffload_vllm.register import NAME, register
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ _VALUES = (
 _ABOUT_US = re.compile(r"kv[ _-]?(connector|transfer|cache manager)|offload|prefix[ -]?cach", re.IGNORECASE)
 _NO_FOLDER = "Invalid repository ID or local directory"
 """How vLLM says that a model, such as a draft model, is not on this machine."""
-_PLAIN_DTYPES = {"auto": 2, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 class _Refused(Exception):
@@ -85,8 +85,7 @@ def _parse(arguments: Sequence[str], *, is_lenient: bool) -> argparse.Namespace:
         try:
             args = parser.parse_args(["serve", *arguments])
         except SystemExit as end:
-            text = said.getvalue().rpartition("error: ")[2] if end.code else "the line asks for help only"
-            raise _Refused(shortened(text)) from end
+            raise _Refused(words_of_exit(end, said.getvalue())) from end
     args.model = getattr(args, "model_tag", None) or args.model
     return argparse.Namespace(**vars(args))
 
@@ -137,7 +136,8 @@ def _warnings() -> Iterator[list[str]]:
             if _ABOUT_US.search(text := record.getMessage()) and shortened(text) not in found:
                 found.append(shortened(text))
 
-    handler, theirs = Handler(logging.WARNING), logging.getLogger("vllm")
+    handler = Handler(logging.WARNING)
+    theirs = logging.getLogger("vllm")
     theirs.addHandler(handler)
     try:
         yield found
@@ -197,8 +197,9 @@ def _sizes(config: VllmConfig, *, has_draft: bool) -> dict[str, Any]:
     model, cache = config.model_config, config.cache_config
     if reason := _size_depends_on(config, has_draft=has_draft):
         return {"unknown": f"the sizes of {model.model} depend on {reason}"}
-    item = _PLAIN_DTYPES[cache.cache_dtype] if cache.cache_dtype != "auto" else model.dtype.itemsize
-    heads, width = model.get_num_kv_heads(config.parallel_config), model.get_head_size()
+    item = CACHE_DTYPES.get(cache.cache_dtype, model.dtype.itemsize)
+    heads = model.get_num_kv_heads(config.parallel_config)
+    width = model.get_head_size()
     parts = 1 if model.use_mla else 2  # the latent, or K and V
     return {
         "page_bytes": parts * heads * width * item * cache.block_size,
@@ -211,7 +212,8 @@ def _sizes(config: VllmConfig, *, has_draft: bool) -> dict[str, Any]:
 def _size_depends_on(config: VllmConfig, *, has_draft: bool) -> str | None:
     """Return what the sizes of KV blocks depend on besides the values that `_sizes` uses; None if on nothing."""
     model, cache, text = config.model_config, config.cache_config, config.model_config.hf_text_config
-    stages, layers = config.parallel_config.pipeline_parallel_size, getattr(text, "num_hidden_layers", 0)
+    stages = config.parallel_config.pipeline_parallel_size
+    layers = getattr(text, "num_hidden_layers", 0)
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "attention"}
     of_layers = ("index_topk", "num_kv_shared_layers", "attention_chunk_size", "cross_attention_layers")
     window = getattr(text, "use_sliding_window", True) and model.get_sliding_window()
@@ -220,7 +222,7 @@ def _size_depends_on(config: VllmConfig, *, has_draft: bool) -> str | None:
         "a model that is not a plain decoder": model.attn_type != "decoder",
         "layers of other kinds than full attention": bool(kinds or window),
         "layers with further caches": any(getattr(text, name, None) for name in of_layers),
-        f"the dtype {cache.cache_dtype}": cache.cache_dtype not in _PLAIN_DTYPES,
+        f"the dtype {cache.cache_dtype}": cache.cache_dtype not in ("auto", *CACHE_DTYPES),
         "layers of several dtypes": bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "the division of layers between stages": layers % stages or "VLLM_PP_LAYER_PARTITION" in os.environ,
         "the block size, which vLLM chooses by the GPU (give --block-size)": _chooses_block_size(config),
@@ -228,15 +230,12 @@ def _size_depends_on(config: VllmConfig, *, has_draft: bool) -> str | None:
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-_LARGEST_HEAD = 192  # for larger heads, vLLM may choose larger blocks
-
-
 def _chooses_block_size(config: VllmConfig) -> bool:
     model, cache = config.model_config, config.cache_config
     if getattr(cache, "user_specified_block_size", True):
         return False
     backend = getattr(getattr(config, "attention_config", None), "backend", None)
-    return bool(model.use_mla or model.get_head_size() > _LARGEST_HEAD or backend is not None)
+    return bool(model.use_mla or model.get_head_size() > LARGEST_HEAD or backend is not None)
 
 
 if __name__ == "__main__":

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
-from kvoffload.checks.ask import ask
 from kvoffload.checks.check import Check, Finding, Setup, fail, ok, unknown, warn
 from kvoffload.checks.launch import Launch
-from kvoffload_vllm.command_line import DYNAMO, Line
+from kvoffload_vllm.command_line import Line
 from kvoffload_vllm.register import NAME
 from kvoffload_vllm.support import ENCODER_DECODER, option_problems
 
-_CHILD = "kvoffload_vllm.doctor_child"
 _CORRECT = "correct these options"
 _SEGMENTS = "expandable_segments"
 _OFFLOADING = "--kv-offloading-size"
@@ -30,32 +27,6 @@ _REFUSED_SEGMENTS = (
 _REMOVE = f"remove {_OFFLOADING} and --kv-offloading-backend; host_bytes sets kvoffload's host memory"
 _Problem = tuple[str, str]
 """A problem and its remedy."""
-
-
-def ask_vllm(launch: Launch) -> dict[str, Any]:
-    """Return what the vLLM of this environment says of a command line (see `doctor_child`).
-
-    If it cannot be asked, the keys "unknown" and "remedy" say why, and what to do.
-    """
-    if launch.image:
-        remedy = f"run the doctor in that image, which needs kvoffload: --entrypoint kvoffload {launch.image} doctor -- ..."
-        return {"unknown": f"vLLM runs in the image {launch.image}", "remedy": remedy}
-    try:
-        metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return {
-            "unknown": "vLLM is not installed in this environment",
-            "remedy": "run the doctor where vLLM is",
-        }
-    if launch.placeholders:
-        return {
-            "unknown": "the command line has variables",
-            "remedy": "put their values into the command line",
-        }
-    request = {"arguments": launch.arguments, "is_lenient": launch.command == DYNAMO}
-    return {"remedy": "run the doctor where vLLM starts, with its model and device"} | ask(
-        _CHILD, request, launch.whole_environ
-    )
 
 
 def options_check(
@@ -124,7 +95,8 @@ def _refused(reply: Mapping[str, Any]) -> Iterator[_Problem]:
 
 
 def _of_configuration(reply: Mapping[str, Any], setup: Setup, *, is_ours: bool) -> Iterator[_Problem]:
-    given, used = (reply["transfer"] or {}).get("kv_connector"), reply["connector"]
+    given = (reply["transfer"] or {}).get("kv_connector")
+    used = reply["connector"]
     if is_ours and used != given:
         yield f"vLLM uses the connector {used} instead of {given}, because of {_OFFLOADING}", _REMOVE
     for problem in reply["problems"]:

@@ -21,7 +21,8 @@ from kvoffload.checks.model_file import ModelUnread, read_model_file
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError, KVOffloadError
 
-_CACHE_DTYPES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+CACHE_DTYPES = {"float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+"""The bytes of a value in a KV cache, by the dtypes that `--kv-cache-dtype` can name."""
 _DTYPES = {"auto": 2, "half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4}
 
 _MLA = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
@@ -51,7 +52,8 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
 _FULL = "full_attention"
 _SHOWN = 40  # the maximum number of characters that an error message quotes from `config.json`
 _BLOCK_TOKENS = 16  # vLLM's default block size
-_LARGEST_HEAD = 192  # for larger heads, vLLM may choose larger blocks
+LARGEST_HEAD = 192
+"""For larger heads, vLLM may choose larger blocks."""
 
 _Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 _Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
@@ -184,7 +186,7 @@ def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
     dim = model.head_dim or _needed(model, "hidden_size") // _needed(model, "num_attention_heads")
     if not dim:
         raise SizesNotKnown("config.json has more num_attention_heads than hidden_size")
-    _check_block(options, is_usual=dim <= _LARGEST_HEAD)
+    _check_block(options, is_usual=dim <= LARGEST_HEAD)
     return 2 * heads * dim * item, f"2 (K and V) x {heads} KV heads x {dim} x {item} bytes"
 
 
@@ -220,8 +222,8 @@ def _layers(model: ModelConfig, options: Options) -> int:
 
 
 def _item_bytes(model: ModelConfig, options: Options) -> int:
-    if options.kv_cache_dtype in _CACHE_DTYPES:
-        return _CACHE_DTYPES[options.kv_cache_dtype]
+    if options.kv_cache_dtype in CACHE_DTYPES:
+        return CACHE_DTYPES[options.kv_cache_dtype]
     if options.kv_cache_dtype not in (None, "auto"):
         raise SizesNotKnown(f"sizes of KV of dtype {options.kv_cache_dtype!r:.40} are not computed")
     if _chooses_dtype(model.quantization_config) or _chooses_dtype(model.compression_config):

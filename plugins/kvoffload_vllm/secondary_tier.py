@@ -202,7 +202,8 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         try:
             answers, seconds = future.result()
         except Exception as error:
-            answers, seconds = [False] * len(job.keys), 0.0
+            answers = [False] * len(job.keys)
+            seconds = 0.0
             self._log_once(
                 "tier_copy_failed", reason_of(error), "vLLM counts further jobs that raise as failed"
             )

@@ -8,7 +8,8 @@ from typing import Any
 from kvoffload.model.config import OffloadConfig
 from kvoffload_vllm.support import release_of
 
-TYPE, MODULE = "KVOffloadTier", "kvoffload_vllm.secondary_tier"
+_TYPE = "KVOffloadTier"
+_MODULE = "kvoffload_vllm.secondary_tier"
 _SINCE = (0, 33)  # the first version of vLLM with tiers that kvoffload can use
 _CONNECTOR, _SPEC = "OffloadingConnector", "TieringOffloadingSpec"
 _OF_VLLM = {"type", "module_path", "enable_kv_events", "backpressure"}
@@ -30,7 +31,7 @@ def find_tier(entries: Iterable[Mapping[str, Any]]) -> tuple[Mapping[str, Any], 
         extra = connector.get("kv_connector_extra_config")
         tiers = extra.get("secondary_tiers") if isinstance(extra, dict) else None
         for tier in tiers if isinstance(tiers, list) else ():
-            if isinstance(tier, dict) and (tier.get("type") == TYPE or tier.get("module_path") == MODULE):
+            if isinstance(tier, dict) and (tier.get("type") == _TYPE or tier.get("module_path") == _MODULE):
                 return connector, tier
     return None
 
@@ -42,7 +43,7 @@ def tier_entry_problems(connector: Mapping[str, Any], tier: Mapping[str, Any]) -
         yield f"secondary_tiers belong to {_CONNECTOR}, and kv_connector is {connector.get('kv_connector')!r:.80}"
     if extra.get("spec_name") != _SPEC:
         yield f"spec_name is {extra.get('spec_name')!r:.80}; vLLM reads secondary_tiers only with {_SPEC!r}"
-    for name, wanted in (("type", TYPE), ("module_path", MODULE)):
+    for name, wanted in (("type", _TYPE), ("module_path", _MODULE)):
         if tier.get(name) != wanted:
             yield f"{name} of the tier is {tier.get(name)!r:.80}; it must be {wanted!r}"
 

@@ -119,17 +119,17 @@ def rounds(world: LowerWorld) -> list[int]:
     return [each.blocks for each in world.reported(TierCopyScheduled) if each.direction is LOAD]
 
 
-def wait_for_rounds(world: LowerWorld, request: Req) -> None:
-    """Look up a request and end the fetches, until the request is admitted."""
+def wait_for_rounds(world: LowerWorld, request: Req) -> Req:
+    """Look up a request and end the fetches, until the request is admitted; return the request."""
     while world.admit(request) is None:
         world.copy_all()
+    return request
 
 
 @on_each_tier
 def test_a_prefix_that_fills_the_host_is_fetched_in_rounds_and_each_block_is_read_once(kind: Kind) -> None:
     world = next_engine(kind, LONG[:65], host=16)
-    request = world.add("late", LONG[:65])
-    wait_for_rounds(world, request)
+    request = wait_for_rounds(world, world.add("late", LONG[:65]))
     assert request.brought == (0, 64)
     assert rounds(world) == [4, 2, 2, 2, 2, 2, 2]
     assert world.copied(LOAD) == 16
@@ -144,8 +144,7 @@ def test_of_a_prefix_that_is_longer_than_the_host_the_head_is_fetched_and_the_fi
 ) -> None:
     world = next_engine(kind, LONG, LONG[::-1], host=16)
     for number, text in enumerate((LONG, LONG[::-1])):
-        request = world.add(f"late{number}", text)
-        wait_for_rounds(world, request)
+        request = wait_for_rounds(world, world.add(f"late{number}", text))
         assert request.brought == (0, 64)
         assert world.miss() is CAUSES[kind]
         world.load_and_run(request)
@@ -176,8 +175,7 @@ def test_stores_between_rounds_evict_no_fetched_block(kind: Kind, is_fetching: b
 def test_rounds_leave_an_eighth_of_the_host_to_other_requests(kind: Kind) -> None:
     world = next_engine(kind, LONG[:65], host=16)
     runs = world.admitted("runs", OTHER)
-    request = world.add("late", LONG[:65])
-    wait_for_rounds(world, request)
+    request = wait_for_rounds(world, world.add("late", LONG[:65]))
     assert request.brought == (0, 56)
     world.run(runs)
     world.finish()
@@ -197,12 +195,10 @@ def test_a_first_round_may_fill_the_last_slots_of_the_host(kind: Kind) -> None:
 @on_each_tier
 def test_slots_that_another_request_holds_for_the_same_prefix_take_no_room(kind: Kind) -> None:
     world = next_engine(kind, LONG[:53], host=16)
-    head = world.add("head", LONG[:33])
-    wait_for_rounds(world, head)
+    head = wait_for_rounds(world, world.add("head", LONG[:33]))
     world.load_and_run(head)
     world.device.forget_keys()
-    request = world.add("late", LONG[:53])
-    wait_for_rounds(world, request)
+    request = wait_for_rounds(world, world.add("late", LONG[:53]))
     assert request.brought == (0, 52)
     assert world.copied(LOAD) == 13
 
@@ -281,8 +277,7 @@ def test_a_request_that_no_longer_waits_holds_its_prefix_once(kind: Kind) -> Non
 @on_each_tier
 def test_a_running_request_with_a_long_prefix_leaves_room_for_stores(kind: Kind) -> None:
     world = next_engine(kind, LONG[:65], host=16)
-    request = world.add("late", LONG[:65])
-    wait_for_rounds(world, request)
+    request = wait_for_rounds(world, world.add("late", LONG[:65]))
     world.load_and_run(request)
     assert len(world.pool.holds) == 12
     world.serve("other", OTHER[:13])

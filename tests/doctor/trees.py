@@ -36,6 +36,19 @@ ROOMY = {
 }
 
 
+DENSE: dict[str, Any] = {
+    "torch_dtype": "bfloat16",
+    "vocab_size": 512,
+    "num_hidden_layers": 4,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+"""The sizes of a small model, as in its `config.json`."""
+
+
 class Machine:
     """A simulated machine. Inside its `with` block, the doctor's checks read this machine's files."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.remote.http_servers import S3Server
 from tests.remote.servers import Bucket, Mooncake, Moto, Reached
 from tests.remote.sharing import Served, StartEngine
 
@@ -28,6 +29,13 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Moto]:
     with closing(Moto(tmp_path_factory.mktemp("moto"))) as server:
         yield server
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    with closing(S3Server()) as made:
+        made.reach(monkeypatch)
+        yield made
 
 
 @pytest.fixture

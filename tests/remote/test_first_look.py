@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-
 import pytest
 
 from kvoffload.model.errors import RemoteError
@@ -16,15 +13,9 @@ from tests.captured_logs import capture_logs
 from tests.remote.http_servers import BUCKET, S3Server
 from tests.remote.servers import Moto
 from tests.remote.sharing import StartEngine
+from tests.remote.test_faults import check_not_used
 
 ADDRESS = BucketAddress(BUCKET)
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with closing(S3Server()) as made:
-        made.reach(monkeypatch)
-        yield made
 
 
 @pytest.mark.parametrize("url", ["bucket", "moto"], indirect=True)
@@ -96,11 +87,5 @@ def test_a_missing_bucket_is_named_and_never_works(
     start: StartEngine, moto: Moto, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moto.reach(monkeypatch)
-    with capture_logs() as lines:
-        engine = start("s3://no-such-bucket")
-        engine.step_until(lambda: [line["event"] for line in lines].count("remote_fails") == 2)
-        engine.run()
-    assert all(
-        "404 Not Found, NoSuchBucket" in line["reason"] for line in lines if line["event"] == "remote_fails"
-    )
+    lines = check_not_used(start("s3://no-such-bucket"), "404 Not Found, NoSuchBucket")
     assert "remote_works" not in [line["event"] for line in lines]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from http import HTTPStatus
 
 import pytest
@@ -33,13 +32,6 @@ ANSWERS = [(status, {"X": SECRET}) for status in STATUSES]
 ANSWERS += [
     (status, {"Location": f"http://127.0.0.1:1/{SECRET}"}) for status in STATUSES if status // 100 == 3
 ]
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    with closing(S3Server()) as made:
-        made.reach(monkeypatch)
-        yield made
 
 
 @pytest.fixture

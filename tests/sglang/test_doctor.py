@@ -14,7 +14,7 @@ from kvoffload.checks.check import run_checks
 from kvoffload.cli.main import main
 from kvoffload_sglang import doctor
 from kvoffload_sglang.settings import BACKEND, OPTION
-from tests.doctor.trees import machine, setup
+from tests.doctor.trees import DENSE, machine, setup
 
 MLA = {"model_type": "deepseek_v2", "kv_lora_rank": 512}
 LARGER = {"model_type": "x", "text_config": MLA}
@@ -163,7 +163,7 @@ def test_what_sglang_replies_decides(
     reply: dict[str, Any], verdict: str, text: str,
 ) -> None:  # fmt: skip
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.5.23")
-    monkeypatch.setattr(doctor, "ask", lambda *_: {"version": "0.5.23", **reply})
+    monkeypatch.setattr("kvoffload.checks.ask.ask", lambda *_: {"version": "0.5.23", **reply})
     reported = found(capsys, *launch(tmp_path))[1]["sglang options"]
     assert (reported["verdict"], text in reported["finding"]) == (verdict, True), reported
 
@@ -195,19 +195,7 @@ def test_the_options_that_the_doctor_reads_are_those_of_sglang() -> None:
     assert own <= set(parser._option_string_actions)
 
 
-DECODER = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "torch_dtype": "bfloat16",
-    "vocab_size": 512,
-    "num_hidden_layers": 4,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-}
+DECODER = {**DENSE, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 64}
 LATENT = {
     **DECODER,
     **MLA,

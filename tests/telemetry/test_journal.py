@@ -19,7 +19,7 @@ from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
 from kvoffload.model.causes import CopyOutcome, DegradeCause, StoreOutcome
 from kvoffload.model.errors import ConfigError
-from kvoffload.model.events import BlocksOffered, Event, OffloadingDegraded, RankReported, StoreEnded
+from kvoffload.model.events import BlocksOffered, Event, OffloadingDegraded, StoreEnded
 from kvoffload.model.facts import (
     BlocksAllocated,
     DiskRestored,
@@ -49,7 +49,6 @@ from tests.telemetry.ticks import Ticks
 
 A = RequestId("a")
 KEYS = ((BlockKey(b"secret-one"), BlockKey(b"secret-two")), ())
-REPORTED = RankReported(JobId(4), Rank(0), Direction.LOAD, CopyOutcome.DONE, 0, 0.25, 0.5)
 TABLES = ((DeviceBlockId(1), DeviceBlockId(2), DeviceBlockId(3)), (DeviceBlockId(4),))
 
 

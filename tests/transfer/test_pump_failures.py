@@ -15,6 +15,16 @@ from tests.transfer.rig import DONE, FAILED, TIMEOUT_S, Rig, load, running, stor
 pytestmark = pytest.mark.asyncio
 
 
+def break_copy(rig: Rig, fault: str) -> None:
+    """Make the first copy fail, unless the fault is one of its start."""
+    if fault == "ticket":
+        rig.copier.tickets[0].fail()
+    if fault == "query":
+        rig.copier.tickets[0].query_error = CopyError("device lost")
+    if fault == "tear":
+        rig.copier.tickets[0].tear()
+
+
 @pytest.mark.parametrize("hand_in", ["load", "store"])
 @pytest.mark.parametrize("fault", ["fence", "submit", "ticket", "query", "tear"])
 async def test_an_error_of_the_copier_fails_only_its_job(rig: Rig, hand_in: str, fault: str) -> None:
@@ -24,12 +34,7 @@ async def test_an_error_of_the_copier_fails_only_its_job(rig: Rig, hand_in: str,
         rig.copier.refuse_submit(CopyError("no stream"))
     with capture_logs() as logs:
         await hand_in_one(rig, hand_in, 1)
-        if fault == "ticket":
-            rig.copier.tickets[0].fail()
-        if fault == "query":
-            rig.copier.tickets[0].query_error = CopyError("device lost")
-        if fault == "tear":
-            rig.copier.tickets[0].tear()
+        break_copy(rig, fault)
         (report,) = rig.reports()
     assert (report.job, report.outcome, report.copied_bytes) == (1, FAILED, 0)
     assert [entry["log_level"] for entry in logs] == ["error"]
@@ -51,12 +56,7 @@ async def test_of_jobs_that_are_copied_together_only_the_bad_one_fails(
     with capture_logs() as logs:
         hand_over(jobs)
         await rig.clock.advance(0.01)
-        if fault == "ticket":
-            rig.copier.tickets[0].fail()
-        if fault == "query":
-            rig.copier.tickets[0].query_error = CopyError("no event")
-        if fault == "tear":
-            rig.copier.tickets[0].tear()
+        break_copy(rig, fault)
         assert rig.outcomes() == {}
         good, bad = rig.copier.tickets[-2:]
         good.finish()

@@ -13,22 +13,13 @@ from typing import Any
 import pytest
 
 from kvoffload_vllm import doctor_child
+from tests.doctor.trees import DENSE
 from tests.vllm.adapter.stand_ins import on_vllm
 from tests.vllm.adapter.test_doctor import GOOD
 from tests.vllm.adapter.test_model_sizes import LLAMA_8B, MODELS, QWEN3_8B, save, stock_sizes
 
 TRANSFER = json.dumps(GOOD)
 OURS = f"--kv-transfer-config '{TRANSFER}'"
-DENSE: dict[str, Any] = {
-    "torch_dtype": "bfloat16",
-    "vocab_size": 512,
-    "num_hidden_layers": 4,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-}
 
 
 def model(model_type: str, architecture: str, **fields: object) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvoffload.checks.check import Setup, run_checks
-from kvoffload_vllm import doctor, line_checks
+from kvoffload_vllm import doctor
 from tests.settings import make_config
 from tests.vllm.adapter.test_doctor import GOOD, findings
 from tests.vllm.adapter.test_model_sizes import QWEN3_8B, save
@@ -217,7 +217,7 @@ def test_what_vllm_replies_decides(
     if "refused" in reply or "unknown" in reply:
         del whole["connector"]
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.32.0")
-    monkeypatch.setattr(line_checks, "ask", lambda *_: whole)
+    monkeypatch.setattr("kvoffload.checks.ask.ask", lambda *_: whole)
     line = f"vllm serve M --kv-transfer-config '{json.dumps(transfer)}'"
     found = findings(capsys, "--", *shlex.split(line))["vllm options"]
     assert (found["verdict"], said in f"{found['finding']} {found['remedy']}") == (verdict, True), found
@@ -229,7 +229,7 @@ def test_sizes_and_ranks_in_vllms_reply_are_used(
     sizes = {"page_bytes": 1 << 16, "pages": 4, "tokens": 16, "calculation": "by vLLM"}
     values = {"model": "M", "tensor_parallel_size": 2, "kv_cache_memory_bytes": 1 << 20}
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.32.0")
-    monkeypatch.setattr(line_checks, "ask", lambda *_: {**FULL, "sizes": sizes, "values": values})
+    monkeypatch.setattr("kvoffload.checks.ask.ask", lambda *_: {**FULL, "sizes": sizes, "values": values})
     found = findings(capsys, "--", *shlex.split("vllm serve M OURS".replace("OURS", OURS)))
     assert "256.0 KiB a block and rank (by vLLM); 4 blocks fit" in found["model sizes"]["finding"]
     assert found["host pool"]["finding"].startswith("2 blocks on the host, 4 on the device")
@@ -339,7 +339,7 @@ def test_a_tier_needs_its_spec_and_a_vllm_that_has_tiers(
     transfer = json.loads(below(tmp_path))
     del transfer["kv_connector_extra_config"]["spec_name"]
     monkeypatch.setattr("importlib.metadata.version", lambda _: "0.32.0")
-    monkeypatch.setattr(line_checks, "ask", lambda *_: {"version": "0.32.0", "unknown": "no device"})
+    monkeypatch.setattr("kvoffload.checks.ask.ask", lambda *_: {"version": "0.32.0", "unknown": "no device"})
     found = of_tier(capsys, json.dumps(transfer))["vllm connector"]["finding"]
     assert "spec_name is None" in found
     assert "vLLM 0.32.0 has no tiers" in found
