@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 from kvoffload.disk.tier_key import read_tier_key
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import ConfigError, KVOffloadError, reason_of
+from kvoffload.telemetry.logging import log_removed
 from kvoffload.tier_cache import Page, TierCache
 from kvoffload_sglang.exported import Exported
 from kvoffload_sglang.identity import Engine, find_identity, find_problems, is_shared, this_engine
@@ -249,7 +250,11 @@ class KVOffloadStorage(HiCacheStorage):  # type: ignore[misc]  # the type checke
     def get_stats(self) -> None:
         """Update kvoffload's metrics in SGLang's `/metrics`. With metrics on, SGLang calls this method in each step."""
         if self._exported is not None:
-            self._exported.update()
+            try:
+                self._exported.update()
+            except Exception as error:  # it would end SGLang's scheduler
+                self._exported = None
+                log_removed("Exported", error)
 
     def close(self) -> None:
         """Close the tiers' files and connections. Call this method after SGLang's threads have ended."""

@@ -46,6 +46,7 @@ from kvoffload.model.engine import EngineIdentity
 from kvoffload.model.errors import ConfigError, reason_of
 from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.telemetry.catalogue import BY_NAME, Kind
+from kvoffload.telemetry.logging import log_removed
 from kvoffload.telemetry.payload import Changes, split_labels
 from kvoffload.tier_cache import METRICS, Page, TierCache, tier_config
 from kvoffload_vllm.assembly import join_logging
@@ -119,7 +120,7 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
         self._logged: set[str] = set()  # the events that are logged once
         # For each live request, the blocks whose load failed. Lookups miss these blocks, so vLLM does not retry.
         self._failed: dict[str, set[OffloadKey]] = {}
-        self._counted = Changes(self._cache)
+        self._counted: Changes | None = Changes(self._cache)
         events = offloading_spec.kv_events_config
         self._has_events = enable_kv_events and events.enable_kv_cache_events
         if self._has_events:
@@ -260,7 +261,12 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats, names = OffloadingConnectorStats(), {metric.name for metric in METRICS}
         add = {Kind.COUNTER: stats.increase_counter, Kind.GAUGE: stats.set_gauge}
-        for name, series in (self._counted.take() or {}).items():
+        try:
+            payload = self._counted.take() if self._counted is not None else None
+        except Exception as error:  # it would end vLLM's engine
+            self._counted = payload = None
+            log_removed("Changes", error)
+        for name, series in (payload or {}).items():
             for joined, value in series.items() if name in names else ():
                 labels, kind = split_labels(joined), BY_NAME[name].kind
                 for number in value if kind is Kind.HISTOGRAM else (value,):

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 
 from kvoffload.engine import Engine, SamplingParams
 from kvoffload.model.causes import TierOutcome
@@ -49,12 +50,12 @@ class Served:
             assert time.monotonic() < until, (self.tier, self.copies)
             self.engine.step()
 
-    def run_until(self, prompt: Sequence[int], is_so: Callable[[], bool]) -> None:
-        """Serve a prompt again and again: a call that times out on a busy machine closes the tier for a while."""
+    def run_until(self, prompts: Iterator[Sequence[int]], is_so: Callable[[], bool]) -> None:
+        """Serve prompts until something is so: a call that times out on a busy machine closes the tier for a while."""
         until = time.monotonic() + PATIENCE_S
         while not is_so():
             assert time.monotonic() < until, (self.tier, self.copies)
-            self.run(prompt)
+            self.run(next(prompts))
             pause = time.monotonic() + 1.0
             while not is_so() and time.monotonic() < pause:
                 self.engine.step()
@@ -83,7 +84,7 @@ class Served:
         """Serve a prompt twice, and wait until its nine full blocks are in the remote tier."""
         had = self.copied(Direction.STORE)
         self.run(prompt)
-        self.run_until(prompt, lambda: self.copied(Direction.STORE) >= had + 9)
+        self.run_until(repeat(prompt), lambda: self.copied(Direction.STORE) >= had + 9)
 
     def find(self, prompt: Sequence[int] = PROMPT) -> None:
         """Serve a prompt whose blocks another engine has shared; check that they are loaded."""

@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,8 +189,7 @@ def test_r17_a_full_mooncake_store_refuses_puts_and_serves_gets(
     first, second = (start(server.url).opened() for _ in range(2))
     first.share(PROMPTS[0])
     second.find(PROMPTS[0])  # this read gives the blocks a lease, so Mooncake cannot evict them
-    fill(server)
-    check_refused(first, "-200")
+    check_refused(first, "-200", filled(server))
     assert errors(first)["full"] >= 2
     start(server.url).opened().find(PROMPTS[0])
 
@@ -200,7 +199,7 @@ def test_r17_a_full_or_read_only_bucket_is_read(start: StartEngine, proxy: Proxy
     first, second = (start("s3://blocks/kvoffload", weights_id=f"full {status}").opened() for _ in range(2))
     first.share(PROMPTS[0])
     proxy.refuse = lambda method: status if method == "PUT" else None
-    check_refused(first, str(status))
+    check_refused(first, str(status), new_prompts())
     assert errors(first)[{403: "denied", 507: "full"}[status]] >= 2
     second.find(PROMPTS[0])
     proxy.restore()
@@ -213,29 +212,39 @@ def errors(engine: Served) -> dict[str, float]:
     return {kind: number for (kind,), number in series.items()}
 
 
-def check_refused(engine: Served, reason: str) -> None:
+def check_refused(engine: Served, reason: str, prompts: Iterator[Sequence[int]]) -> None:
     """Check that the remote tier refuses blocks, that one line logs this, and that the tier stays open."""
     with capture_logs() as lines:
-        for prompt in PROMPTS[1:3]:
+        for _ in range(2):
             had = engine.copied(STORE, TierOutcome.FAILED)
-            engine.run(prompt)
-            engine.run_until(prompt, lambda had=had: engine.copied(STORE, TierOutcome.FAILED) > had)  # type: ignore[misc]
+            engine.run_until(prompts, lambda had=had: engine.copied(STORE, TierOutcome.FAILED) > had)  # type: ignore[misc]
     refusals = [line["reason"] for line in lines if line["event"] == "remote_write_refused"]
     assert len(refusals) == 1
     assert reason in refusals[0]
     engine.until(TierState.OPEN)
 
 
-def fill(server: Mooncake) -> None:
-    """Fill Mooncake with pinned objects, which are never evicted, until no block fits."""
+def new_prompts() -> Iterator[Sequence[int]]:
+    for seed in itertools.count(20):
+        yield text(seed, 10 * BLOCK)
+
+
+def filled(server: Mooncake) -> Iterator[Sequence[int]]:
+    """Yield new prompts, and fill Mooncake before each: it may have evicted blocks that nobody has read yet.
+
+    The objects are pinned, so they are never evicted. They leave no room for a block.
+    """
     from mooncake.store import ReplicateConfig
 
-    store, pinned, size = other_writer(server), ReplicateConfig(), 2**20
+    pinned = ReplicateConfig()
     pinned.with_hard_pin = True
-    while size > SIZE // 2:
-        if store.put(secrets.token_hex(8), bytes(size), pinned) != 0:
-            size //= 2
-    store.close()
+    with closing(other_writer(server)) as store:
+        for prompt in new_prompts():
+            size = 2**20
+            while size > SIZE // 2:
+                if store.put(secrets.token_hex(8), bytes(size), pinned) != 0:
+                    size //= 2
+            yield prompt
 
 
 def other_writer(server: Mooncake) -> MooncakeDistributedStore:

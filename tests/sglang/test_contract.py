@@ -146,6 +146,22 @@ def test_in_every_layout_pages_can_be_read_into_other_positions(start: Start, la
     assert are_equal(pages(pool, 0), written)
 
 
+def test_metrics_that_raise_end_with_one_line(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvoffload_sglang.exported import Exported
+
+    def fail(_: Exported) -> None:
+        raise ValueError("no metrics")
+
+    monkeypatch.setattr(Exported, "update", fail)
+    backend = start(attention(), enable_storage_metrics=True)
+    with capture_logs() as lines:
+        backend.get_stats()
+        backend.get_stats()
+    assert [line["error"] for line in lines if line["event"] == "observer_removed"] == [
+        "ValueError('no metrics')"
+    ]
+
+
 def test_a_hit_ends_at_the_last_page_with_a_state_and_a_window(start: Start) -> None:
     from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 

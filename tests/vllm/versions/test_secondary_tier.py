@@ -341,6 +341,17 @@ def test_an_exception_in_the_tiers_threads_costs_hits_and_one_line(
     assert line["reason"] == "ValueError: the memory is gone"
 
 
+def test_statistics_that_raise_end_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError("no metrics")
+
+    with capture_logs() as lines, living(tmp_path) as life:
+        monkeypatch.setattr(life.tier._counted, "take", fail)
+        assert [life.tier.get_stats().is_empty() for _ in range(2)] == [True, True]
+    (line,) = (line for line in lines if line["event"] == "observer_removed")
+    assert line["error"] == "ValueError('no metrics')"
+
+
 def test_open_stores_have_a_bound_in_bytes_and_further_stores_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
