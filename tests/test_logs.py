@@ -65,7 +65,7 @@ LINES: list[tuple[Event, str]] = [
     ),
     (StoreEnded(StoreOutcome.FAILED, 2), "WARNING store_failed outcome=failed blocks=2"),
     (
-        TierCopyEnded(JOB, Direction.LOAD, 2, TierOutcome.CORRUPT, 0.0, Tier.DISK),
+        TierCopyEnded(JOB, Tier.DISK, Direction.LOAD, 2, TierOutcome.CORRUPT),
         "WARNING tier_copy_failed job=1",
     ),
     (
@@ -92,7 +92,7 @@ def test_events_without_a_log_line_do_not_wake_the_log_observer() -> None:
     bus.publish(BlocksOffered(1))
     bus.publish(StoreEnded(StoreOutcome.STORED, 2))
     bus.publish(LoadEnded(JOB, A, 2, LoadOutcome.LOADED))
-    bus.publish(TierCopyEnded(JOB, Direction.LOAD, 2, TierOutcome.DONE))
+    bus.publish(TierCopyEnded(JOB, Tier.DISK, Direction.LOAD, 2, TierOutcome.DONE))
     assert not feed._waiting
     bus.publish(LoadEnded(JOB, A, 2, LoadOutcome.FAILED))
     bus.publish(ResetEnded(1, 2))

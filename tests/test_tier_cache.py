@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvoffload.core.audit import audit_host
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.slot_file import SlotFile
 from kvoffload.model.errors import ConfigError, DiskError
@@ -130,7 +131,7 @@ def events(lines: list[dict[str, Any]]) -> set[str]:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> FakeStore:
     found = FakeStore()
-    for side in ("worker_side", "remote_catalog"):
+    for side in ("tier_kinds", "remote_catalog"):
         monkeypatch.setattr(f"kvoffload.runtime.{side}.open_store", lambda *_: found)
     return found
 
@@ -153,7 +154,7 @@ def test_put_blocks_are_found_with_their_bytes(
     assert rig.get(2, 0, 9, 0) == [True, True, False, True]
     assert rig.put(1, 3) == [True, True]
     assert rig.count("tier_blocks_total", tier, "store", "done") == 4
-    assert rig.cache.core.audit() == []
+    assert audit_host(rig.cache._state) == []
 
 
 def test_more_blocks_than_staging_slots_are_found_by_the_next_process(
@@ -166,7 +167,7 @@ def test_more_blocks_than_staging_slots_are_found_by_the_next_process(
     assert all(second.has(*numbers))
     assert all(second.get(*numbers))
     assert second.count("tier_blocks_total", "disk", "load", "done") == len(numbers)
-    assert second.cache.core.audit() == []
+    assert audit_host(second.cache._state) == []
 
 
 @pytest.mark.parametrize("tier", ["disk", "remote"])
@@ -407,7 +408,7 @@ def test_r12_a_core_that_raises_switches_the_tiers_off(start: Start, monkeypatch
     rig = start()
     assert all(rig.put(0))
 
-    monkeypatch.setattr(rig.cache.core.state.pool, "reserve", fails_with(errno.EIO))
+    monkeypatch.setattr(rig.cache._state.pool, "reserve", fails_with(errno.EIO))
     with capture_logs() as lines:
         assert rig.put(1) == [False]
     assert rig.get(0) == [False]
@@ -472,7 +473,7 @@ def test_a_page_of_another_size_costs_only_itself_and_one_line(start: Start, pag
     (line,) = lines
     assert (line["event"], reason in line["reason"]) == ("tier_call_refused", True), line
     assert rig.get(0, 1) == [True, True]
-    assert rig.cache.core.audit() == []
+    assert audit_host(rig.cache._state) == []
 
 
 def test_a_page_that_cannot_be_written_is_only_put(start: Start) -> None:
@@ -538,7 +539,7 @@ def test_putting_more_blocks_than_the_disk_has_slots_keeps_the_last(start: Start
     rig = start(sizes=(4096,), disk_bytes=4096 * 4)
     assert rig.put(*range(20)).count(True) >= 3
     assert rig.has(*range(20)).count(True) == 3
-    assert rig.cache.core.audit() == []
+    assert audit_host(rig.cache._state) == []
 
 
 def test_r10_nothing_is_found_after_a_reset(start: Start, store: FakeStore, tmp_path: Path) -> None:
@@ -634,7 +635,7 @@ def test_random_calls_find_only_blocks_put_since_the_last_reset(
                 found = {"put": rig.put, "get": rig.get, "has": rig.has}[action](*numbers)
                 was_put = [number in known for number in numbers]
                 assert found == was_put or (len(known) > 12 and all(map(le, found, was_put)))
-        assert rig.cache.core.audit() == []
+        assert audit_host(rig.cache._state) == []
     finally:
         rig.cache.close()
 
@@ -663,7 +664,7 @@ def test_several_threads_put_and_get_the_same_blocks(start: Start, monkeypatch: 
         thread.join()
     assert errors == []
     assert rig.cache.degraded is None
-    assert rig.cache.core.audit() == []
+    assert audit_host(rig.cache._state) == []
     assert rig.put(0) == [True]
     assert rig.get(0) == [True]
 
@@ -699,6 +700,6 @@ def test_after_a_kill_at_any_moment_found_blocks_have_their_bytes(tmp_path: Path
         rig = Rig(disk_path=str(tmp_path), disk_bytes="256KiB")
         served = rig.get(*range(210))  # raises if wrong bytes are served
         found += served.count(True)
-        assert rig.cache.core.audit() == []
+        assert audit_host(rig.cache._state) == []
         rig.cache.close()
     assert found

@@ -130,7 +130,7 @@ def _compared(setup: Setup, ratio: str, host: int, device: int, device_bytes: in
 def _longest_prefix(setup: Setup) -> Finding | None:
     """Compare the host with the longest prompt, which takes at most all blocks of the device."""
     block, device, config = setup.sizes.block_bytes, setup.sizes.device_blocks, setup.config
-    if not (block and device) or (config.disk_path is None and config.remote_url is None):
+    if not (block and device and config.has_tiers):
         return None
     slots = config.host_bytes // setup.sizes.ranks // block
     if not slots:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvoffload.bus.bus import Bus
 from kvoffload.cli.exits import CommandError
 from kvoffload.model import events
-from kvoffload.model.causes import Found, MissCause, StoreOutcome
-from kvoffload.model.wire import Direction, Tier
+from kvoffload.model.causes import MissCause, StoreOutcome
+from kvoffload.model.wire import LOWER_TIERS, Direction, Tier
 from kvoffload.telemetry.counters import Counters, Snapshot
 from kvoffload.telemetry.records import Record
 
@@ -128,7 +128,7 @@ def draw(account: Account) -> list[Figure]:
     lookups = account.samples[events.LookupAnswered]
     causes = account.counted.by_label("kvoffload_miss_blocks_total")
     behind = causes.pop(MissCause.BEHIND_MISS.value, 0)
-    lower = [_transfers(account, tier) for tier in (Tier.DISK, Tier.REMOTE)]
+    lower = [_transfers(account, tier) for tier in LOWER_TIERS]
     return [
         _dots(
             "Time to first token, by what was found",
@@ -165,8 +165,10 @@ def draw(account: Account) -> list[Figure]:
 def first_token_ms(account: Account) -> Series:
     """Return the times to first token in milliseconds, by the tier that had the request's prompt."""
     waits = account.samples[events.FirstTokenReached]
+    found = {None: "nothing"} | {tier: tier.value for tier in Tier}
     return {
-        each.value: [(at, 1000 * one.seconds) for at, one in waits if one.found is each] for each in Found
+        name: [(at, 1000 * one.seconds) for at, one in waits if one.found is tier]
+        for tier, name in found.items()
     }
 
 

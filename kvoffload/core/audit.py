@@ -6,8 +6,9 @@ slower audit, `tests/core/audit.py`, which recomputes every count from the recor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
+from kvoffload.core.host import HostState
 from kvoffload.core.jobs import DeviceJob, Spill
 from kvoffload.core.machine import SlotState
 from kvoffload.core.state import CoreState
@@ -17,12 +18,26 @@ _CAN_HIT = (SlotState.READY, SlotState.PINNED)
 _IN_USE = (SlotState.FILLING, SlotState.PINNED, SlotState.DRAINING)
 
 
+Total = tuple[str, int, int]
+"""A total's name, its counted value and its expected value."""
+
+
 def audit(state: CoreState, stores: Stores) -> list[str]:
     """Return one line of text for each wrong total. Changes nothing.
 
     While a request is live or a job is pending, only the totals of slots and of index keys are checked.
     """
-    totals = _totals(state, stores)
+    if state.requests.live or state.jobs.pending:
+        return _wrong(_totals(state))
+    return _wrong(_totals(state) + _totals_at_rest(state) + _totals_of_requests(state, stores))
+
+
+def audit_host(state: HostState) -> list[str]:
+    """Return one line of text for each wrong total of the host and of the lower tiers. Changes nothing."""
+    return _wrong(_totals(state) + ([] if state.jobs.pending else _totals_at_rest(state)))
+
+
+def _wrong(totals: Iterable[Total]) -> list[str]:
     return [
         f"{what}: {found} counted, {expected} expected"
         for what, found, expected in totals
@@ -30,32 +45,47 @@ def audit(state: CoreState, stores: Stores) -> list[str]:
     ]
 
 
-def _totals(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
-    """Yield each total's name, counted value and expected value."""
+def _totals(state: HostState) -> list[Total]:
+    """Return the totals that always hold."""
+    pool = state.pool
+    return [
+        ("slots in all states", sum(map(pool.count, SlotState)), pool.capacity),
+        ("keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))),
+    ]
+
+
+def _totals_at_rest(state: HostState) -> list[Total]:
+    """Return the totals of a host whose open jobs have all timed out. A timed-out spill keeps its pins."""
     pool, opened = state.pool, state.jobs.open.values()
-    yield "slots in all states", sum(map(pool.count, SlotState)), pool.capacity
-    yield "keys of slots that can hit", len(pool.index), sum(map(pool.count, _CAN_HIT))
-    if state.requests.live or state.jobs.pending:
-        return
-    # No job is pending, so every open job has timed out. A timed-out job keeps its leases, its requests' records and,
-    # if it is a spill, its pins.
     spilled = [slot for job in opened if isinstance(job, Spill) for slot in job.slots]
-    ended = {record for job in opened if isinstance(job, DeviceJob) for record in job.concerns}
     in_use = [slot for slot in pool.pins if pool.state(slot) in _IN_USE]
-    yield "pins of slots", sum(pool.pins.values()), len(spilled)
-    yield "slots that are FILLING, PINNED or DRAINING", sum(map(pool.count, _IN_USE)), len(in_use)
-    yield "slots that can be evicted", pool.room - pool.count(SlotState.EMPTY), pool.count(SlotState.READY)
-    yield "slots that requests hold", len(pool.holds), 0
-    yield "leases", sum(state.leases.counts.values()), state.stall.blocks
-    yield "ended requests", len(state.requests.finishing), len(ended)
-    yield "device blocks in tables", len(state.tables.entries) + len(state.tables.shared), 0
-    yield "keys in flight", len(stores.in_flight.keys), 0
-    yield "offers without an outcome", state.tally.open_offers, len(stores.again)
-    yield "slots that others wait for", len(state.requests.loading), 0
-    yield "device blocks reserved for requests with loads", state.requests.reserved, 0
-    yield "keys watched for eviction", len(stores.evictions.offers), 0
+    totals = [
+        ("pins of slots", sum(pool.pins.values()), len(spilled)),
+        ("slots that are FILLING, PINNED or DRAINING", sum(map(pool.count, _IN_USE)), len(in_use)),
+        ("slots that can be evicted", pool.room - pool.count(SlotState.EMPTY), pool.count(SlotState.READY)),
+        ("keys in flight", len(state.in_flight.keys), 0),
+    ]
     for tier in state.tiers:
         name = tier.tier.value
-        yield f"keys being written to the {name}", len(tier.in_flight.keys), 0
-        yield f"blocks being read from the {name}", tier.fetching, 0
-        yield f"filling slots of the {name}", tier.pool.count(SlotState.FILLING), 0
+        totals += [
+            (f"keys being written to the {name}", len(tier.in_flight.keys), 0),
+            (f"blocks being read from the {name}", tier.fetching, 0),
+            (f"filling slots of the {name}", tier.pool.count(SlotState.FILLING), 0),
+        ]
+    return totals
+
+
+def _totals_of_requests(state: CoreState, stores: Stores) -> list[Total]:
+    """Return the totals of an engine at rest. A timed-out job keeps its leases and its requests' records."""
+    opened = state.jobs.open.values()
+    ended = {record for job in opened if isinstance(job, DeviceJob) for record in job.concerns}
+    return [
+        ("slots that requests hold", len(state.pool.holds), 0),
+        ("leases", sum(state.leases.counts.values()), state.stall.blocks),
+        ("ended requests", len(state.requests.finishing), len(ended)),
+        ("device blocks in tables", len(state.tables.entries) + len(state.tables.shared), 0),
+        ("offers without an outcome", state.tally.open_offers, len(stores.again)),
+        ("slots that others wait for", len(state.requests.loading), 0),
+        ("device blocks reserved for requests with loads", state.requests.reserved, 0),
+        ("keys watched for eviction", len(stores.evictions.offers), 0),
+    ]

@@ -16,7 +16,6 @@ cover the time between these two moments.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import itemgetter
@@ -31,12 +30,11 @@ from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome, TierO
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.events import CopiesResumed, CopiesStalled, Event
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, SlotId
-from kvoffload.model.wire import AnyJob, CopyJob, Direction, JobReport, Tier, TransferPlan
+from kvoffload.model.wire import LOWER_TIERS, AnyJob, CopyJob, Direction, JobReport, Tier, TransferPlan
 
 _PLANNED, _SUBMITTED, _ABANDONED = JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED
 _SUBMIT, _FINISH, _FAIL = JobEvent.SUBMIT, JobEvent.FINISH, JobEvent.FAIL
 _DONE = CopyOutcome.DONE
-_LOWER = Tier.DISK, Tier.REMOTE
 
 JobT_contra = TypeVar("JobT_contra", contravariant=True)
 
@@ -239,7 +237,9 @@ class Jobs:
         self.last = JobId(-1)
         """The id of the most recently planned job; -1 before the first job is planned."""
         self.by_state = {
-            (tier, direction): [0] * len(JobState) for tier in (Tier.HOST, *_LOWER) for direction in Direction
+            (tier, direction): [0] * len(JobState)
+            for tier in (Tier.HOST, *LOWER_TIERS)
+            for direction in Direction
         }
         """The number of open jobs in each state, for each tier and direction."""
         self.open: dict[JobId, Job] = {}
@@ -283,7 +283,7 @@ class Jobs:
     @property
     def pending_on_tiers(self) -> int:
         """Return how many jobs between the host and lower tiers are planned or submitted."""
-        counts = [self.by_state[tier, direction] for tier in _LOWER for direction in Direction]
+        counts = [self.by_state[tier, direction] for tier in LOWER_TIERS for direction in Direction]
         return sum([each[_PLANNED] + each[_SUBMITTED] for each in counts])
 
     def submit(self) -> TransferPlan:
@@ -291,18 +291,17 @@ class Jobs:
 
         If this method raises, no job has changed its state (R12).
         """
-        ways = defaultdict[Direction | Tier, list[AnyJob]](list)
+        loads, stores, below = list[AnyJob](), list[AnyJob](), list[AnyJob]()
         for job in self.planned:
             slots, targets = tuple(job.slots), tuple(job.targets)
             copy = CopyJob(job.id, job.direction, job.tier, slots, targets, job.extra)
-            ways[job.direction if job.tier is Tier.HOST else job.tier].append(copy)
-        plan = TransferPlan(
-            loads=tuple(ways[Direction.LOAD]),
-            stores=tuple(ways[Direction.STORE]),
-            disk=tuple(ways[Tier.DISK]),
-            cancelled=tuple(self.cancelled),
-            remote=tuple(ways[Tier.REMOTE]),
-        )
+            if job.tier is not Tier.HOST:
+                below.append(copy)
+            elif job.direction is Direction.LOAD:
+                loads.append(copy)
+            else:
+                stores.append(copy)
+        plan = TransferPlan(tuple(loads), tuple(stores), tuple(below), tuple(self.cancelled))
         moved = JOB.steps[_SUBMIT][_PLANNED]
         for job in self.planned:
             counts = self.by_state[job.tier, job.direction]
@@ -361,12 +360,15 @@ class InFlight:
     """
 
     def __init__(self) -> None:
-        self.keys: dict[BlockKey, Job] = {}
-        """For each key, the job that copies it: a store or fetch to the host, or a spill to a lower tier."""
+        self.keys: dict[BlockKey, Job | None] = {}
+        """For each key, the job that copies it: a store or fetch to the host, or a spill to a lower tier.
+
+        None if the caller of `TierStore.reserve` copies it.
+        """
         self.duplicates: dict[BlockKey, list[Offer]] = {}
         """For each key, the waiting offers of other device blocks with the same content."""
 
-    def began(self, keys: Iterable[BlockKey], job: Job) -> None:
+    def began(self, keys: Iterable[BlockKey], job: Job | None) -> None:
         """Record that a job is copying these keys to the tier."""
         self.keys.update(dict.fromkeys(keys, job))
 

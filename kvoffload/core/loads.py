@@ -19,13 +19,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
-from kvoffload.core.jobs import Failure, InFlight, Load
+from kvoffload.core.jobs import Failure, Load
+from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.machine import RequestEvent, RequestState
 from kvoffload.core.match import longest_match
 from kvoffload.core.planners import StorePlanner
 from kvoffload.core.request import PendingHit, RequestRecord, from_fields
 from kvoffload.core.state import CoreState, LoadResults
-from kvoffload.core.tier_copies import LowerTiers
 from kvoffload.model import events
 from kvoffload.model.causes import (
     CopyOutcome,
@@ -48,9 +48,9 @@ _hit = from_fields(PendingHit)
 class Lookups:
     """Answers lookups. The only writer of `RequestRecord.hit` and `boundary`."""
 
-    def __init__(self, state: CoreState, in_flight: InFlight, lower_tiers: LowerTiers) -> None:
+    def __init__(self, state: CoreState, lower_tiers: LowerTiers) -> None:
         self._state = state
-        self._in_flight = in_flight
+        self._in_flight = state.in_flight
         self._lower_tiers = lower_tiers
 
     def lookup(
@@ -119,7 +119,7 @@ class Lookups:
         if reason is Deferral.ROOM:
             cause = Tier.DEVICE
         elif owner is None:
-            cause = Tier.REMOTE if record.awaits_fetch is None else record.awaits_fetch[0]
+            cause = Tier.HOST if record.awaits_fetch is None else record.awaits_fetch[0]
         if record.waits_for != cause:
             record.waits_for = cause
             self._state.tally.events.append(events.LookupDeferred(record.request, reason, owner))
@@ -151,12 +151,12 @@ class Lookups:
         missed = -(-(end - tokens) // alignment)
         tally = self._state.tally
         answered = record.request, device_tokens, found, missed, tokens - device_tokens, end - tokens
-        fetched = 0, 0
+        fetched: tuple[tuple[Tier, int], ...] = ()
         if record.fetched_from and tokens > device_tokens:
             by_tier = record.fetched_tokens(device_tokens, tokens, self._state.shape)
-            fetched = by_tier[Tier.DISK], by_tier[Tier.REMOTE]
+            fetched = tuple([each for each in by_tier.items() if each[1]])
         tally.events.append(
-            events.LookupAnswered(*answered, cause if missed else None, *fetched, not record.reads_cache)
+            events.LookupAnswered(*answered, cause if missed else None, fetched, not record.reads_cache)
         )
         return hit
 

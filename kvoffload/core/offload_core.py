@@ -10,19 +10,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvoffload.core.audit import audit
-from kvoffload.core.jobs import DeviceJob, Failure, Load, Offer
+from kvoffload.core.jobs import DeviceJob, Load, Offer
 from kvoffload.core.loads import Loads, Lookups
-from kvoffload.core.machine import JobState, RequestEvent, RequestState, SlotState
+from kvoffload.core.lower_tiers import LowerTiers
+from kvoffload.core.machine import JobState, RequestEvent, RequestState
 from kvoffload.core.planners import make_planner
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, Policy
 from kvoffload.core.stores import Stores
-from kvoffload.core.tier_copies import LowerTiers
 from kvoffload.model import events, facts
-from kvoffload.model.causes import DegradeCause, EvictionCause, PinDropCause, RejectionCause, StoreOutcome
+from kvoffload.model.causes import DegradeCause, PinDropCause, RejectionCause, StoreOutcome
 from kvoffload.model.engine import BlockPool, EngineShape
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId
-from kvoffload.model.wire import NOTHING, Tier, TransferPlan, TransferReport
+from kvoffload.model.wire import NOTHING, Tier, TransferPlan
 
 _SEEN, _LOADING, _RUNNING = RequestState.SEEN, RequestState.LOADING, RequestState.RUNNING
 
@@ -40,9 +40,9 @@ class OffloadCore:
         self.state = CoreState(shape, policy, device)
         self.stores = Stores(self.state)
         self.lower_tiers = LowerTiers(self.state, self.stores)
-        """Handles facts about the tiers below the host, and decides which blocks are copied to and from them."""
+        self.tier_store = self.lower_tiers.store
         self._planner = make_planner(self.state, self.stores)
-        self._hits = Lookups(self.state, self.stores.in_flight, self.lower_tiers)
+        self._hits = Lookups(self.state, self.lower_tiers)
         self._loads = Loads(self.state, self._hits, self._planner)
         self.take_results = self._loads.take_results
         self._least_tokens = policy.min_load_tokens
@@ -232,7 +232,7 @@ class OffloadCore:
             if self.stores.again or self.stores.for_room or self.stores.states_for_room:
                 self.stores.next_step()
             self._planner.step(fact, advanced)
-            for queue in self.lower_tiers.queues:
+            for queue in self.tier_store.queues:
                 if queue:
                     self.lower_tiers.step()
                     break
@@ -306,68 +306,22 @@ class OffloadCore:
 
     # -- reports ------------------------------------------------------------------------------------------------
 
-    def transfer_reported(self, fact: facts.TransferReported) -> None:
-        """Record which copies a rank has ended and how many slots it has ready. A duplicate report changes nothing."""
-        state, report = self.state, fact.report
-        if state.growing or state.ready.get(report.rank) != report.ready_slots:
-            self._ready(report)
-        for tier in state.tiers:
-            tier.rank_reported(report)
-        for part in report.jobs:
-            job = state.jobs.open.get(part.job)
-            if job is None or not job.reported(report.rank, part.outcome, part.copy_s):
-                continue
-            event = events.RankReported(
-                job=job.id,
-                rank=report.rank,
-                direction=job.direction,
-                outcome=part.outcome,
-                copied_bytes=part.copied_bytes,
-                queue_s=part.queue_s,
-                copy_s=part.copy_s,
-                tier=job.tier,
-            )
-            state.tally.events.append(event)
-            job.owner.reported(job, report.rank, part)
-            if not job.waiting:
-                if state.stall.blocks and isinstance(job, DeviceJob):
-                    state.tally.events += state.stall.ended(job)
-                job.owner.ended(job)
-                state.jobs.close(job)
-
     def job_overdue(self, fact: facts.JobOverdue) -> None:
         """Stop waiting for a job after its time limit, and quarantine the slots that it may still write (R16)."""
         state, job = self.state, self.state.jobs.open.get(fact.job)
-        if job is None or job.state is not JobState.SUBMITTED:
-            return
-        state.jobs.time_out(job)
-        if isinstance(job, DeviceJob):
+        if isinstance(job, DeviceJob) and job.state is JobState.SUBMITTED:
             state.tally.events += state.stall.timed_out(job)
             state.tally.events.append(events.JobAbandoned(job.id, job.direction, len(job.slots)))
             for record in job.concerns:
                 record.has_timed_out = True
                 state.retention.release_if_over(record)
-        job.owner.failed(job, Failure.TIMED_OUT)
-
-    def _ready(self, report: TransferReport) -> None:
-        """Grow the pool to the number of slots that every rank has ready."""
-        state, rank = self.state, report.rank
-        if rank not in state.ready:
-            state.tally.rejected(RejectionCause.UNKNOWN_JOB)
-            return
-        if not report.is_growing:
-            state.growing.discard(rank)
-        if report.ready_slots > state.ready[rank]:
-            state.ready[rank] = report.ready_slots
-            if state.pool.grow(min(state.ready.values())):
-                state.tally.events.append(events.CapacityGrown(state.pool.capacity))
+        state.overdue(fact.job)
 
     # -- resets, and the end of offloading ------------------------------------------------------------------------
 
     def cache_reset(self, _: facts.CacheReset) -> None:
         """Discard all blocks, so that lookups find nothing computed before the reset (R10)."""
         state = self.state
-        state.epoch += 1
         state.computed_since_reset.clear()
         live = tuple(state.requests.live.values())
         for record in live:
@@ -377,18 +331,8 @@ class OffloadCore:
             state.requests.load_is_over(record)
         for record in (*live, *state.requests.finishing):
             state.retention.release(record)
-        dropped = state.pool.forget_all()
-        state.misses.reset(dropped)
-        for job in tuple(state.jobs.open.values()):
-            if not isinstance(job, Load):
-                state.jobs.drop(job)
-        self.lower_tiers.forget_all()
+        self.tier_store.reset()
         self.stores.stop(StoreOutcome.BEFORE_RESET)
-        state.tally.evicted(EvictionCause.RESET, len(dropped))
-        draining = state.pool.count(SlotState.DRAINING)
-        state.tally.events.append(
-            events.ResetStarted(state.epoch, len(dropped), draining, state.jobs.pending)
-        )
 
     def invariant_broken(self, fact: facts.InvariantBroken) -> None:
         """Switch offloading off until the engine restarts (R12). No new job starts; submitted jobs run to their end."""
@@ -402,7 +346,7 @@ class OffloadCore:
         for job in tuple(state.jobs.open.values()):
             if is_last or job.state is JobState.PLANNED or not isinstance(job, Load):
                 state.jobs.drop(job)
-        self.lower_tiers.stop()
+        self.tier_store.stop()
         state.jobs.cancel_nothing()
         self.stores.stop(StoreOutcome.DEGRADED)
 
@@ -411,7 +355,7 @@ class OffloadCore:
     @property
     def has_work(self) -> bool:
         """Return whether the engine must keep stepping until open work ends. Timed-out copies do not count (R16)."""
-        return self._has_work(self.state.jobs.pending) or (bool(self.state.tiers) and self.lower_tiers.is_due)
+        return self._has_work(self.state.jobs.pending) or (bool(self.state.tiers) and self.tier_store.is_due)
 
     @property
     def has_host_work(self) -> bool:
@@ -481,13 +425,12 @@ _HANDLERS: Mapping[type[facts.Fact], Callable[[OffloadCore, Any], None]] = {
     facts.BlocksAllocated: OffloadCore.blocks_allocated,
     facts.StepScheduled: OffloadCore.step_scheduled,
     facts.RequestEnded: OffloadCore.request_ended,
-    facts.TransferReported: OffloadCore.transfer_reported,
+    facts.TransferReported: lambda core, fact: core.state.reported(fact.report),
     facts.JobOverdue: OffloadCore.job_overdue,
     facts.CacheReset: OffloadCore.cache_reset,
     facts.InvariantBroken: OffloadCore.invariant_broken,
-    facts.DiskRestored: lambda core, fact: core.lower_tiers.disk_restored(fact),
-    facts.DiskClosed: lambda core, fact: core.lower_tiers.disk_closed(fact),
-    facts.RemoteOpened: lambda core, fact: core.lower_tiers.remote_opened(fact),
-    facts.RemoteLost: lambda core, fact: core.lower_tiers.remote_lost(fact),
-    facts.RemoteAnswered: lambda core, fact: core.lower_tiers.remote_answered(fact),
+    facts.TierRestored: lambda core, fact: core.tier_store.restored(fact),
+    facts.TierOpened: lambda core, fact: core.tier_store.opened(fact),
+    facts.TierLost: lambda core, fact: core.tier_store.lost(fact),
+    facts.TierAnswered: lambda core, fact: core.lower_tiers.answered(fact),
 }

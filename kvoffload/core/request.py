@@ -15,7 +15,7 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.facts import NO_LIMITS, Limits
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
-from kvoffload.model.wire import Tier
+from kvoffload.model.wire import LOWER_TIERS, Tier
 
 _FINISHING = RequestState.FINISHING
 _HAS_TABLE = (RequestState.LOADING, RequestState.RUNNING)
@@ -91,7 +91,7 @@ class RequestRecord(Struct, eq=False):
         awaits_fetch: the fetch that the request's lookups wait for, and the prefix's length in tokens after this fetch.
             `LowerTiers` writes it.
         waits_for: the reason for the last lookup's "not yet": the request whose load or the job whose fetch brings the
-            blocks, REMOTE for an open query, or DEVICE for room on the device; None if the last lookup returned a number.
+            blocks, HOST for an open query, or DEVICE for room on the device; None if the last lookup returned a number.
     """
 
     request: RequestId
@@ -158,11 +158,11 @@ class RequestRecord(Struct, eq=False):
         unit = math.gcd(*[group.block_tokens for group in shape.groups])
         spans = self._fetched_spans(start, end, shape)
         lowest: dict[int, Tier] = {}
-        for lower in (Tier.DISK, Tier.REMOTE):
+        for lower in LOWER_TIERS:
             for tier, first, last in spans:
                 if tier is lower:
                     lowest |= dict.fromkeys(range(first // unit, -(-last // unit)), tier)
-        tokens = {Tier.DISK: 0, Tier.REMOTE: 0}
+        tokens = dict.fromkeys(LOWER_TIERS, 0)
         for part, tier in lowest.items():
             tokens[tier] += min(end, (part + 1) * unit) - max(start, part * unit)
         return tokens

@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
-from kvoffload.core.jobs import TABLE, Failure, InFlight, Offer, Store, owner
+from kvoffload.core.jobs import TABLE, Failure, Offer, Store, owner
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import Position, RequestRecord
 from kvoffload.core.state import CoreState
-from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, StoreOutcome
+from kvoffload.model.causes import CopyOutcome, MissCause, StoreOutcome
 from kvoffload.model.events import StatesCopied, StoreScheduled
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, Rank, SlotId
@@ -75,7 +75,7 @@ class Stores:
     def __init__(self, state: CoreState) -> None:
         self._state = state
         self._lease_limit = state.shape.lease_limit
-        self.in_flight = InFlight()
+        self.in_flight = state.in_flight
         self.evictions = EvictionWatch()
         self.batch: Store | None = None
         """The step's job, to which accepted offers are added; None before the step's first accepted offer."""
@@ -313,7 +313,9 @@ class Stores:
         job.offers += offers
         self.in_flight.began(keys, job)
         if evicted:
-            self.evicted(evicted)
+            state.evicted(evicted)
+            if self.evictions.offers:
+                self.evicted(evicted)
         state.leases.take(blocks)
         job.targets += blocks
         self.leased_blocks += len(blocks)
@@ -413,16 +415,9 @@ class Stores:
             state.pool.use(ownerless, {})
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
-        """Count blocks evicted for space, and schedule the watched offers of these blocks for the next step."""
-        state = self._state
-        state.misses.note(keys, MissCause.EVICTED)
-        # `lost` counts evicted blocks that were still waiting to be spilled.
-        lost = max([tier.evicted(keys) for tier in state.tiers], default=0)
-        age_s = state.pool.order.age_s
-        state.tally.evicted(EvictionCause.SPILL_BEHIND, lost, age_s)
-        state.tally.evicted(EvictionCause.SPACE, len(keys) - lost, age_s)
-        if self.evictions.offers and (again := self.evictions.evicted(keys)):
-            state.tally.offered(len(again))
+        """Schedule the watched offers of blocks that the host evicted for the next step."""
+        if again := self.evictions.evicted(keys):
+            self._state.tally.offered(len(again))
             self.again += again
 
     # -- waiting ------------------------------------------------------------------------------------------------

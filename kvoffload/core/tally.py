@@ -10,10 +10,10 @@ from kvoffload.model.events import (
     BlocksEvicted,
     BlocksOffered,
     BlocksZeroed,
-    DiskBlocksEvicted,
     Event,
     FactRejected,
     StoreEnded,
+    TierBlocksEvicted,
 )
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import Tier
@@ -61,9 +61,9 @@ class Tally:
             self.has_sums = True
 
     def evicted_below(self, tier: Tier, cause: EvictionCause, blocks: int) -> None:
-        """Report blocks that left the disk. For the remote tier nothing is reported: only hints about it were lost."""
-        if blocks and tier is Tier.DISK:
-            self.events.append(DiskBlocksEvicted(blocks, cause))
+        """Report blocks that left a lower tier. If the tier manages its blocks itself, only hints were lost."""
+        if blocks and tier.has_slots:
+            self.events.append(TierBlocksEvicted(tier, blocks, cause))
 
     def rejected(self, cause: RejectionCause, request: RequestId | None = None) -> None:
         """Report a fact that contradicts earlier facts."""

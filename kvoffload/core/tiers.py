@@ -6,7 +6,7 @@ only a hint that the tier has a block, and the pool's size limits the number of 
 removes the hint. After a spill to a full remote tier, the tier may already have evicted the block again. So the hint of
 a spill prevents a second spill, but no request fetches the block until an answer of the tier has confirmed the hint.
 
-`tier_copies` decides which blocks are copied.
+`tier_store` copies blocks, and `lower_tiers` decides which, for requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
 from kvoffload.core.jobs import InFlight, Jobs, Spill
 from kvoffload.core.key_index import KeyIndex
@@ -25,14 +25,15 @@ from kvoffload.core.slots import SlotPool
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId, SlotId
 from kvoffload.model.limit import AdaptiveLimit
-from kvoffload.model.wire import Direction, DiskRecord, Invalidate, Put, Tier, TransferReport, Use
+from kvoffload.model.wire import Direction, DiskRecord, Invalidate, Put, Tier, Use
 
 _ABANDONED = JobState.ABANDONED
 
-Item = TypeVar("Item")
 Ask = tuple[RequestId, tuple[BlockKey, ...]]
 
 MOST_HINTS = 2**17
+_MOST_COUNTED = 2**17
+"""Of how many blocks a tier remembers how often they were found."""
 MOST_ASKED = 4096
 """The maximum number of keys to query per request. Mooncake's master takes about 9 microseconds per key."""
 _MOST_BYTES = 64 * 2**20
@@ -47,11 +48,14 @@ class LowerTier:
     """One tier below the host.
 
     Args:
-        tier: the tier's name.
         after_hits: how often lookups must find a block before it is written to the tier.
         jobs: the open jobs.
+        ranks: the ranks that write each block.
 
     Attributes:
+        tier: the tier's name, a class attribute.
+        for_catalog: what the tier's catalog on the scheduler's side must do, in order: records to write, or queries.
+        capacity: the number of slots that have space in the tier; 0 if the tier manages its blocks itself.
         takes_all: True if the tier gets every stored block, even before a lookup finds the block again.
         pool: the tier's slots.
         is_open: True once the disk's index has been read, or the remote tier's namespace is known.
@@ -67,10 +71,12 @@ class LowerTier:
             disk.
     """
 
+    tier: ClassVar[Tier]
     namespace = ""
 
-    def __init__(self, tier: Tier, after_hits: int, jobs: Jobs) -> None:
-        self.tier = tier
+    def __init__(self, after_hits: int, jobs: Jobs, ranks: Sequence[Rank]) -> None:
+        self.for_catalog: list[Any] = []
+        self.capacity = 0
         self.takes_all = not after_hits
         self._after_hits = after_hits
         self._hits: dict[BlockKey, int] = {}
@@ -85,7 +91,9 @@ class LowerTier:
         self.candidates: deque[BlockKey] = deque()
         self.unconfirmed: set[BlockKey] = set()
         self._waiting: set[BlockKey] = set()  # the same keys as in `candidates`
-        self._spills, self._fetches = [jobs.by_state[tier, way] for way in (Direction.STORE, Direction.LOAD)]
+        self._spills, self._fetches = [
+            jobs.by_state[self.tier, way] for way in (Direction.STORE, Direction.LOAD)
+        ]
 
     @property
     def is_usable(self) -> bool:
@@ -103,17 +111,28 @@ class LowerTier:
         """Return whether lookups can find any block on the tier."""
         return bool(self.pool.count(SlotState.READY) or self.pool.count(SlotState.PINNED))
 
+    def open(self, namespace: str) -> None:
+        """Start using a tier that manages its blocks itself, in this namespace."""
+        self.namespace = namespace
+        self.is_open = True
+        self.is_closed = False
+
     def close(self) -> None:
-        """Stop using the tier. Only the remote tier can open again."""
+        """Stop using the tier. Only a tier that manages its blocks itself can open again."""
         self.is_closed = True
 
-    def rank_reported(self, report: TransferReport) -> None:
+    def rank_reported(self, rank: Rank, slot_bytes: int, *, works: bool) -> None:
         """Record whether a rank's calls to the tier work, and how large the rank's host slots are."""
-        works = report.disk_works if self.tier is Tier.DISK else report.remote_works
-        if works == (report.rank in self.failing):
-            self.failing ^= {report.rank}
-        if report.slot_bytes > self.slot_bytes:
-            self.slot_bytes = report.slot_bytes
+        if works == (rank in self.failing):
+            self.failing ^= {rank}
+        if slot_bytes > self.slot_bytes:
+            self.slot_bytes = slot_bytes
+
+    def take_for_catalog(self) -> list[Any]:
+        """Return what was added to `for_catalog` since the last call."""
+        taken = self.for_catalog.copy()
+        self.for_catalog.clear()  # in place: hooks look at the list
+        return taken
 
     def spill_slots(self, capacity: int) -> int:
         """Return how many blocks open spills may contain: at most an eighth of the host's `capacity`."""
@@ -151,12 +170,19 @@ class LowerTier:
         for key in keys:
             if key in on_tier[key[0]] or key in self._waiting or key in spilling:
                 continue
-            hits = self._hits.pop(key, 0) + 1
-            if hits < self._after_hits:
-                self._hits[key] = hits
-            else:
+            if self._after_hits <= 1 or self.is_wanted(key):
                 self._waiting.add(key)
                 self.candidates.append(key)
+
+    def is_wanted(self, key: BlockKey) -> bool:
+        """Count that a block was found again; return whether the block should be written to the tier now."""
+        hits = self._hits.pop(key, 0) + 1
+        if hits >= self._after_hits:
+            return True
+        self._hits[key] = hits
+        if len(self._hits) > _MOST_COUNTED:
+            del self._hits[next(iter(self._hits))]
+        return False
 
     def take_candidates(self, count: int) -> list[BlockKey]:
         """Remove and return the first `count` candidates, or all if there are fewer."""
@@ -181,7 +207,8 @@ class LowerTier:
         """Record that the block in a slot was removed. The caller changes the slot's state in the pool."""
 
     def forget_all(self) -> int:
-        """Remove all blocks and candidates; return the number of removed blocks."""
+        """Remove all blocks and candidates, and what the catalog has not done yet; return the number of removed blocks."""
+        self.for_catalog.clear()
         self.candidates.clear()
         self._waiting.clear()
         self._hits.clear()
@@ -193,10 +220,6 @@ class DiskTier(LowerTier):
 
     The pool also has slots for which there is no space on the disk. Such slots are never allocated.
 
-    Args:
-        after_hits, jobs: see `LowerTier`.
-        ranks: how many ranks write each block.
-
     Attributes:
         capacity: the number of slots with space on the disk, in the parts of the index read so far.
         has_block: for each slot, 1 if it has a block that can hit, else 0.
@@ -205,13 +228,13 @@ class DiskTier(LowerTier):
             times the memory and slow down the garbage collector.
     """
 
-    def __init__(self, after_hits: int, jobs: Jobs, ranks: int) -> None:
-        super().__init__(Tier.DISK, after_hits, jobs)
-        self.capacity = 0
+    tier = Tier.DISK
+
+    def __init__(self, after_hits: int, jobs: Jobs, ranks: Sequence[Rank]) -> None:
+        super().__init__(after_hits, jobs, ranks)
+        self.for_catalog: list[DiskRecord] = []
         self.has_block = bytearray()
-        self.sums = [array("Q") for _ in range(ranks)]
-        self.records: list[DiskRecord] = []
-        """Changes that must be written to the index, in order."""
+        self.sums = [array("Q") for _ in ranks]
 
     def restore(self, slots: int, puts: Sequence[Put], free: Sequence[SlotId], *, is_last: bool) -> None:
         """Add a part of an earlier process's index. The last part opens the disk."""
@@ -228,10 +251,6 @@ class DiskTier(LowerTier):
         self._add(new)
         self.is_open = is_last
 
-    def take_records(self) -> list[DiskRecord]:
-        """Return the changes since the last call, which must be written to the disk's index."""
-        return _take(self.records)
-
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
         """Return each rank's checksums of these slots; nothing for a spill, whose checksums are not known yet."""
         if not tier_slots:
@@ -243,11 +262,11 @@ class DiskTier(LowerTier):
         puts = list(map(Put, job.tier_slots, job.keys, sums))
         self._add(puts)
         # Deepest first, so that the next process also evicts a prefix's head last.
-        self.records += reversed(puts)
+        self.for_catalog += reversed(puts)
 
     def read(self, tier_slots: Sequence[SlotId]) -> None:
         # Another fetch may have found a block corrupt and removed it.
-        self.records += [Use(slot) for slot in tier_slots if self.has_block[slot]]
+        self.for_catalog += [Use(slot) for slot in tier_slots if self.has_block[slot]]
 
     def invalidate(self, tier_slot: SlotId) -> None:
         """Remove a slot's checksums, and record the removal for the disk's index."""
@@ -255,14 +274,13 @@ class DiskTier(LowerTier):
             self.has_block[tier_slot] = 0
             for of_rank in self.sums:
                 of_rank[tier_slot] = 0
-            self.records.append(Invalidate(tier_slot))
+            self.for_catalog.append(Invalidate(tier_slot))
 
     def forget_all(self) -> int:
         """Remove all blocks; return their number. No removal is recorded, because a reset deletes the disk's index."""
         slots = len(self.has_block)
         self.has_block = bytearray(slots)
         self.sums = [array("Q", bytes(8 * slots)) for _ in self.sums]
-        self.records.clear()
         return super().forget_all()
 
     def _add(self, puts: Sequence[Put]) -> None:
@@ -277,32 +295,22 @@ class DiskTier(LowerTier):
 
 
 class RemoteTier(LowerTier):
-    """A remote tier. The tier is open once its namespace is known, and closed while it does not answer.
+    """A remote tier, which must be asked for a request's blocks. The tier is open once its namespace is known, and closed while it does not answer.
 
-    Args:
-        after_hits, jobs: see `LowerTier`.
-        ranks: all ranks. A rank counts as failing until it reports that its calls to the tier work.
+    A rank counts as failing until it reports that its calls to the tier work.
     """
 
-    def __init__(self, after_hits: int, jobs: Jobs, ranks: Iterable[Rank]) -> None:
-        super().__init__(Tier.REMOTE, after_hits, jobs)
+    tier = Tier.REMOTE
+
+    def __init__(self, after_hits: int, jobs: Jobs, ranks: Sequence[Rank]) -> None:
+        super().__init__(after_hits, jobs, ranks)
+        self.for_catalog: list[Ask] = []
         self.pool.grow(MOST_HINTS)
         self.failing = set(ranks)
-        self.asks: list[Ask] = []
-        """Queries for the tier. Each has a request and the keys to look up."""
-
-    def open(self, namespace: str) -> None:
-        self.namespace = namespace
-        self.is_open = True
-        self.is_closed = False
 
     def ask(self, request: RequestId, keys: Sequence[BlockKey]) -> None:
         """Add a query for a request's blocks, up to `MOST_ASKED` of them."""
-        self.asks.append((request, tuple(keys[:MOST_ASKED])))
-
-    def take_asks(self) -> list[Ask]:
-        """Return the queries that were added since the last call."""
-        return _take(self.asks)
+        self.for_catalog.append((request, tuple(keys[:MOST_ASKED])))
 
     def note(self, found: Sequence[BlockKey], missing: Sequence[BlockKey]) -> None:
         """Record the tier's answer. If hints of all `found` keys do not fit, record the first keys."""
@@ -336,16 +344,8 @@ class RemoteTier(LowerTier):
         """Remove all hints and the namespace; return the number of removed hints."""
         self.namespace = ""  # the new namespace is not known yet
         self.is_open = False
-        self.asks.clear()
         self.unconfirmed.clear()
         return super().forget_all()
-
-
-def _take(items: list[Item]) -> list[Item]:
-    """Return a list's items and empty the list in place: other objects refer to the list."""
-    taken = items.copy()
-    items.clear()
-    return taken
 
 
 # -- searches -------------------------------------------------------------------------------------------------------

@@ -131,16 +131,6 @@ class EvictionCause(Cause):
     ABANDONED = "abandoned"
 
 
-class Found(Cause):
-    """What the last lookup before a request's first token found."""
-
-    DISK = "disk"  # part of the hit was fetched from the disk for this request
-    REMOTE = "remote"  # part of the hit was fetched from the remote tier for this request
-    HOST = "host"  # the whole hit was on the host already; the device may have had the prefix's head
-    DEVICE = "device"
-    NOTHING = "nothing"
-
-
 class PinDropCause(Cause):
     """Why pinned blocks were released without a load."""
 

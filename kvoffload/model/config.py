@@ -178,6 +178,11 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
         Batches, _key("on a GPU: many copies per driver call if possible, or one copy per call")
     ] = "auto"
 
+    @property
+    def has_tiers(self) -> bool:
+        """Return whether the engine has a tier below the host."""
+        return self.disk_path is not None or self.remote_url is not None
+
 
 ADVANCED = {
     *("transfer_timeout_s", "disk_drain_s", "remote_timeout_s"),

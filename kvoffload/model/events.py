@@ -13,7 +13,6 @@ from kvoffload.model.causes import (
     Deferral,
     DegradeCause,
     EvictionCause,
-    Found,
     LoadOutcome,
     MissCause,
     PinDropCause,
@@ -72,8 +71,8 @@ class LookupAnswered(Event, frozen=True):
         hit_tokens: tokens in the hit positions.
         miss_tokens: tokens in the missed positions.
         cause: why the first missed position missed; None if no position missed, or if the request opted out.
-        disk_tokens, remote_tokens: tokens of the hit that were fetched from the disk and from the remote tier for this
-            request. All other tokens of the hit were on the host.
+        fetched: lower tiers, and how many tokens of the hit were fetched from each for this request. All other tokens
+            of the hit were on the host.
         opted_out: True if the request asked not to read cached blocks. The positions in `miss_blocks` were then not
             looked up, and are not misses.
     """
@@ -85,8 +84,7 @@ class LookupAnswered(Event, frozen=True):
     hit_tokens: int
     miss_tokens: int
     cause: MissCause | None
-    disk_tokens: int = 0
-    remote_tokens: int = 0
+    fetched: tuple[tuple[Tier, int], ...] = ()
     opted_out: bool = False
 
 
@@ -181,22 +179,22 @@ class TierCopyScheduled(Event, frozen=True):
     """
 
     job: JobId
+    tier: Tier
     direction: Direction
     blocks: int
     request: RequestId | None = None
     tokens: int = 0
-    tier: Tier = Tier.DISK
 
 
 class TierCopyEnded(Event, frozen=True):
     """A copy between the host and a lower tier has an outcome; `copy_s` is the slowest reporting rank's time."""
 
     job: JobId
+    tier: Tier
     direction: Direction
     blocks: int
     outcome: TierOutcome
     copy_s: float = 0.0
-    tier: Tier = Tier.DISK
 
 
 class PrefixExceedsHost(Event, frozen=True):
@@ -256,10 +254,10 @@ class BlocksEvicted(Event, frozen=True):
     age_s: float = 0.0
 
 
-class DiskBlocksEvicted(Event, frozen=True):
-    """Blocks left the disk."""
+class TierBlocksEvicted(Event, frozen=True):
+    """Blocks left a lower tier whose slots the engine manages."""
 
-    tier: ClassVar[Tier] = Tier.DISK
+    tier: Tier
     blocks: int
     cause: EvictionCause
 
@@ -276,20 +274,24 @@ class CapacityGrown(Event, frozen=True):
     slots: int
 
 
-class DiskOpened(Event, frozen=True):
-    """The disk's index was read completely, and the disk can be used.
+class TierReady(Event, frozen=True):
+    """The index of a tier's slots was read completely, and the tier can be used.
 
     Args:
-        slots: the number of slots in each rank's file.
+        tier: the tier.
+        slots: the number of each rank's slots.
         blocks: how many of the slots contain a block that can hit.
     """
 
+    tier: Tier
     slots: int
     blocks: int
 
 
-class DiskClosed(Event, frozen=True):
-    """The disk's index can no longer be read or written. The disk tier is off until the next start."""
+class TierClosed(Event, frozen=True):
+    """The index of a tier's slots can no longer be read or written. The tier is off until the next start."""
+
+    tier: Tier
 
 
 class ResetStarted(Event, frozen=True):
@@ -354,25 +356,24 @@ class RequestsEnded(Event, frozen=True):
 class FirstTokenReached(Event, frozen=True):
     """A request has its first token. The event comes with the engine's next step.
 
-    The five token counts add up to the length of the request's prompt.
+    The token counts add up to the length of the request's prompt.
 
     Args:
         request: the request.
-        found: the kind of result of the request's last lookup.
+        found: the lowest tier in which the request's last lookup found tokens; None if it found none.
         seconds: time to first token, from the engine's report of the request.
         device_tokens: prompt tokens that the device held.
         host_tokens: prompt tokens loaded from the host, not counting fetched tokens.
-        disk_tokens, remote_tokens: prompt tokens loaded after a fetch from the disk or the remote tier for this request.
+        fetched: lower tiers, and how many prompt tokens were loaded after a fetch from each for this request.
         computed_tokens: all other prompt tokens, including the tokens of a failed load.
     """
 
     request: RequestId
-    found: Found
+    found: Tier | None
     seconds: float
     device_tokens: int = 0
     host_tokens: int = 0
-    disk_tokens: int = 0
-    remote_tokens: int = 0
+    fetched: tuple[tuple[Tier, int], ...] = ()
     computed_tokens: int = 0
 
 

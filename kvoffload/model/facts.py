@@ -172,52 +172,59 @@ class JobOverdue(Fact, frozen=True):
     job: JobId
 
 
-class DiskRestored(Fact, frozen=True):
-    """A part of the disk's index was read. Together, the parts list each slot once.
+class TierRestored(Fact, frozen=True):
+    """A part of the index of a tier's slots was read. Together, the parts list each slot once.
 
     Args:
-        slots: the number of slots of each rank's file that the parts so far, including this one, cover.
+        tier: the tier.
+        slots: the number of slots of each rank that the parts so far, including this one, cover.
         puts: blocks with their slots, the least recently used first.
         free: empty slots.
-        is_last: True for the last part, after which the disk can be used.
+        is_last: True for the last part, after which the tier can be used.
     """
 
+    tier: Tier
     slots: int
     puts: tuple[Put, ...] = ()
     free: tuple[SlotId, ...] = ()
     is_last: bool = False
 
 
-class DiskClosed(Fact, frozen=True):
-    """The disk's index can no longer be read or written."""
-
-
-class RemoteOpened(Fact, frozen=True):
-    """The remote tier can be used, or its namespace has changed.
+class TierOpened(Fact, frozen=True):
+    """A tier that manages its blocks itself can be used, or its namespace has changed.
 
     Args:
+        tier: the tier.
         namespace: the namespace in which this engine reads and writes blocks from now on.
     """
 
+    tier: Tier
     namespace: str
 
 
-class RemoteLost(Fact, frozen=True):
-    """The remote tier does not answer the scheduler."""
+class TierLost(Fact, frozen=True):
+    """A tier cannot be used: its index can no longer be read or written, or it does not answer the scheduler.
+
+    A tier whose slots the engine manages stays lost.
+    """
+
+    tier: Tier
 
 
-class RemoteAnswered(Fact, frozen=True):
-    """A query of the remote tier for a request's blocks has ended, with or without an answer.
+class TierAnswered(Fact, frozen=True):
+    """A query of a tier for a request's blocks has ended, with or without an answer.
 
     Args:
+        tier: the tier.
         request: the request.
         namespace: the namespace in which the blocks were looked up.
-        found: blocks that the remote tier reports as present. This is a hint: a read may still fail.
-        missing: blocks that the remote tier reports as absent.
+        found: blocks that the tier reports as present. This is a hint: a read may still fail.
+        missing: blocks that the tier reports as absent.
         unanswered: how many blocks have no answer, because the call failed or was not made.
         seconds: how long the call took, in seconds.
     """
 
+    tier: Tier
     request: RequestId
     namespace: str
     found: tuple[BlockKey, ...] = ()

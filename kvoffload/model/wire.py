@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.causes import CopyOutcome, MissCause
 from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId, SlotId
 from kvoffload.model.message import Message
 
@@ -20,14 +20,35 @@ class Direction(Enum):
 
 
 class Tier(Enum):
-    """A tier of storage. Jobs copy blocks between two tiers, and the tier is a label of metrics."""
+    """A tier of storage. Jobs copy blocks between two tiers, and the tier is a label of metrics.
+
+    Attributes:
+        miss_cause: for a tier below the host, why a block that only this tier has misses on the host; else None.
+        has_slots: whether the engine decides which block each of the tier's slots holds. A remote tier manages its
+            blocks itself, so the engine has only hints.
+    """
+
+    miss_cause: MissCause | None
+    has_slots: bool
 
     DEVICE = "device"
     HOST = "host"
-    DISK = "disk"
-    REMOTE = "remote"
+    # The tiers below the host, in the order in which they are searched.
+    DISK = "disk", MissCause.ON_DISK
+    REMOTE = "remote", MissCause.IN_REMOTE, False
 
     __hash__ = object.__hash__  # hash by identity, for speed, as in `Cause`
+
+    def __new__(cls, label: str, miss_cause: MissCause | None = None, has_slots: bool = True) -> Tier:
+        tier = object.__new__(cls)
+        tier._value_ = label
+        tier.miss_cause = miss_cause
+        tier.has_slots = has_slots
+        return tier
+
+
+LOWER_TIERS = tuple(tier for tier in Tier if tier.miss_cause is not None)
+"""The tiers below the host, in the order in which they are searched."""
 
 
 TargetT = TypeVar("TargetT")
@@ -72,20 +93,18 @@ class TransferPlan(Message, frozen=True):
 
     Args:
         loads, stores: jobs between device and host.
-        disk: jobs between host and disk.
+        below: jobs between host and lower tiers.
         cancelled: cancelled fetches of earlier plans. Workers skip the reads of these fetches that have not started.
-        remote: jobs between host and remote tier.
     """
 
     loads: tuple[DeviceJob, ...] = ()
     stores: tuple[DeviceJob, ...] = ()
-    disk: tuple[DiskJob, ...] = ()
+    below: tuple[AnyJob, ...] = ()
     cancelled: tuple[JobId, ...] = ()
-    remote: tuple[RemoteJob, ...] = ()
 
     @property
     def jobs(self) -> tuple[AnyJob, ...]:
-        return (*self.loads, *self.stores, *self.disk, *self.remote)
+        return (*self.loads, *self.stores, *self.below)
 
 
 NOTHING = TransferPlan()
@@ -136,6 +155,24 @@ class DiskFile(Message, frozen=True):
     slots: int
 
 
+class TierStatus(Message, frozen=True):
+    """What a rank reports about its calls to one lower tier, each time anew.
+
+    Args:
+        tier: the tier.
+        works: whether the rank makes calls. False if the rank cannot open the tier, if a call hangs, or if too many
+            calls have failed.
+        file: the rank's slot file, if the tier is a disk and the file is open.
+        faults: for each `RemoteFault`, in order, how many of the rank's calls have failed or were refused so far; empty
+            if they are not counted.
+    """
+
+    tier: Tier
+    works: bool
+    file: DiskFile | None = None
+    faults: tuple[int, ...] = ()
+
+
 class TransferReport(Message, frozen=True):
     """One rank's report after a step. A duplicate report changes nothing.
 
@@ -148,11 +185,7 @@ class TransferReport(Message, frozen=True):
         slot_bytes: the size of one host slot on the rank, in bytes.
         wanted_slots: how many host slots the rank will have when all are ready.
         lost: why the rank's process can no longer use the device; None while the device works.
-        disk_works: False if the rank cannot open its slot file, if a call on the file hangs, or if too many calls have
-            failed.
-        disk_file: the rank's slot file; None until the file is open.
-        remote_works: True if the remote tier answers the rank's calls.
-        remote_faults: for each `RemoteFault`, in order, how many calls of the rank have failed or were refused so far.
+        below: the status of each lower tier that the rank has opened or failed to open.
     """
 
     rank: Rank
@@ -163,10 +196,7 @@ class TransferReport(Message, frozen=True):
     slot_bytes: int = 0
     wanted_slots: int = 0
     lost: str | None = None
-    disk_works: bool = True
-    disk_file: DiskFile | None = None
-    remote_works: bool = False
-    remote_faults: tuple[int, ...] = ()
+    below: tuple[TierStatus, ...] = ()
 
 
 # -- the index of the disk tier: which block each slot holds ------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
+from kvoffload.disk.identity import KVIdentity
 from kvoffload.model.errors import ConfigError
 
 _FORMS = '"mooncake://HOST:PORT?protocol=tcp" or "s3://BUCKET/PREFIX"'
@@ -126,9 +127,9 @@ class RemotePlace:
 
     Args:
         address: the remote tier's address.
-        identify: returns the fingerprint of the engine's KV. It may read all weights, so it is called on a thread of
-            the remote tier.
+        identify: returns the identity of the engine's KV. It may read all weights, so it is called on a thread of the
+            remote tier.
     """
 
     address: RemoteAddress
-    identify: Callable[[], str]
+    identify: Callable[[], KVIdentity]

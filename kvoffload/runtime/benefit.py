@@ -22,7 +22,7 @@ from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
 from kvoffload.model.causes import LoadOutcome, TierOutcome
 from kvoffload.model.ids import JobId, RequestId
-from kvoffload.model.wire import Direction, Tier
+from kvoffload.model.wire import LOWER_TIERS, Direction, Tier
 from kvoffload.runtime.copies import OpenCopies
 from kvoffload.runtime.step_times import Copies, PrefillRate, StepTimes
 from kvoffload.telemetry.catalogue import LoadWait
@@ -99,7 +99,6 @@ class BreakEven:
 
 _STORING: Copies = (Direction.STORE,)
 _LOADING: Copies = (Direction.LOAD,)
-_FETCHED_FROM = Tier.DISK, Tier.REMOTE
 
 
 class NetBenefit:
@@ -126,7 +125,7 @@ class NetBenefit:
         self._hook = bus.hook
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
-        self._break_even = {tier: BreakEven() for tier in (Tier.HOST, *_FETCHED_FROM)}
+        self._break_even = {tier: BreakEven() for tier in (Tier.HOST, *LOWER_TIERS)}
         self._set_least = set_least
         self._least_due_s = math.inf if set_least is None else -math.inf
         # For each request that waits, why its first lookup answered "not yet".
@@ -281,7 +280,7 @@ class NetBenefit:
         rate = self._rate.seconds_per_token
         load = self._break_even[Tier.HOST]
         load.weigh(rate)
-        for tier in _FETCHED_FROM:
+        for tier in LOWER_TIERS:
             self._break_even[tier].weigh(rate, load)
 
     def _copying(self) -> Copies:

@@ -14,11 +14,12 @@ loads, and the weights in memory may be different ones.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from functools import partial
 from itertools import count
+from math import inf
 
 from msgspec.structs import replace
 
@@ -40,9 +41,10 @@ from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, OpenFolder
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
+from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import reason_of
 from kvoffload.model.ids import Rank, SlotId
-from kvoffload.model.wire import DiskFile, DiskRecord, Invalidate, Put, TransferReport
+from kvoffload.model.wire import DiskFile, DiskRecord, Invalidate, Put, Tier, TransferReport
 from kvoffload.runtime.portal import Portal
 
 RESET_S = 5.0
@@ -72,7 +74,8 @@ class DiskCatalog:
 
     Attributes:
         identity: the identity of the KV in the folder; None until this process has locked the folder.
-        due: functions that each return one fact for the core. Each call of `take_facts` calls one of them.
+        news: functions that each return one fact for the core. Each call of `take_facts` calls one of them.
+        awaits_ranks: True while a rank's report about its slot file is missing.
         opening: the current stage of opening; None after the whole index was added to `due`, or the disk has failed.
     """
 
@@ -94,7 +97,10 @@ class DiskCatalog:
         self._key = key
         self._executor = portal.new_executor("disk-catalog")
         self._unwritten: deque[DiskRecord] = deque()
-        self.due: deque[Callable[[], facts.Fact]] = deque()
+        self.news: deque[Callable[[], facts.Fact]] = deque()
+        self.awaits_ranks = True
+        self.faults: Mapping[RemoteFault, int] = {}
+        self.poll_s = inf
         self.opening: str | None = "identity of the weights"
         self.identity: KVIdentity | None = None
         self._is_closed = self._was_reset = self._has_failed = False
@@ -110,40 +116,40 @@ class DiskCatalog:
 
     # -- on the engine's thread ---------------------------------------------------------------------------------
 
-    def ranks_reported(self, reports: Iterable[TransferReport]) -> bool:
-        """Record which ranks have opened their slot files or failed. When all files are open, read the index.
-
-        Returns:
-            True while a rank's report about its slot file is missing.
-        """
+    def ranks_reported(self, reports: Iterable[TransferReport]) -> None:
+        """Record which ranks have opened their slot files or failed. When all files are open, read the index."""
         for report in reports:
-            if report.disk_file is None and not report.disk_works:
-                self._do(partial(self._fail, f"rank {report.rank} could not open its slot file"))
-                return False
-            if report.disk_file is None or report.rank in self._files or not 0 <= report.rank < self._ranks:
+            status = next((status for status in report.below if status.tier is Tier.DISK), None)
+            if status is None or not 0 <= report.rank < self._ranks:
                 continue
-            self._files[report.rank] = report.disk_file
+            if status.file is None and not status.works:
+                self._do(partial(self._fail, f"rank {report.rank} could not open its slot file"))
+                self.awaits_ranks = False
+                return
+            if status.file is None or report.rank in self._files:
+                continue
+            self._files[report.rank] = status.file
             if len(self._files) == self._ranks:
                 self._do(self._open)
                 self._writing = self._portal.spawn(self._write_now_and_then)
-                return False
-        return True
+                self.awaits_ranks = False
+                return
 
     def take_facts(self) -> list[facts.Fact]:
         """Return the next fact for the core, if there is one. After a reset, facts report every slot as free."""
-        if not self.due:
+        if not self.news:
             return []
-        fact = self.due.popleft()()
-        if self._was_reset and isinstance(fact, facts.DiskRestored) and fact.puts:
+        fact = self.news.popleft()()
+        if self._was_reset and isinstance(fact, facts.TierRestored) and fact.puts:
             fact = replace(fact, puts=(), free=tuple([put.slot for put in fact.puts]))
         return [fact]
 
     @property
-    def is_opening(self) -> bool:
+    def is_restoring(self) -> bool:
         """Return whether the core has not received all facts about the index yet."""
-        return self.opening is not None or bool(self.due)
+        return self.opening is not None or bool(self.news)
 
-    def append(self, records: Sequence[DiskRecord]) -> None:
+    def send(self, records: Sequence[DiskRecord]) -> None:
         """Queue records for the index. If a slot was invalidated, write at once: the slot may be overwritten next."""
         if self._was_reset:
             return
@@ -257,7 +263,7 @@ class DiskCatalog:
             blocks=len(entries),
             index_was_cut=found is not None and found.is_cut,
         )
-        self.due.extend(_parts(entries, entries.free(slots), slots))
+        self.news.extend(_parts(entries, entries.free(slots), slots))
         self.opening = None
         if self._was_reset:
             self._reset()
@@ -302,7 +308,7 @@ class DiskCatalog:
         if not self._has_failed:
             self._has_failed = True
             log.error("disk_closed", reason=reason, note="the engine continues without the disk")
-            self.due.append(facts.DiskClosed)
+            self.news.append(partial(facts.TierLost, Tier.DISK))
             self.opening = None
 
 
@@ -331,13 +337,13 @@ def _parts(entries: Entries, free: Sequence[SlotId], slots: int) -> Iterator[Cal
     Functions delay the creation of the facts, because a million records would lengthen the garbage collector's pauses.
     """
     for some in range(_GROWTH, slots, _GROWTH):
-        yield partial(facts.DiskRestored, some)
+        yield partial(facts.TierRestored, Tier.DISK, some)
     for start in range(0, len(entries), _PART):
         yield partial(_blocks, entries, start, slots)
     for start in range(0, len(free), _PART):
-        yield partial(facts.DiskRestored, slots, free=tuple(free[start : start + _PART]))
-    yield partial(facts.DiskRestored, slots, is_last=True)
+        yield partial(facts.TierRestored, Tier.DISK, slots, free=tuple(free[start : start + _PART]))
+    yield partial(facts.TierRestored, Tier.DISK, slots, is_last=True)
 
 
 def _blocks(entries: Entries, start: int, slots: int) -> facts.Fact:
-    return facts.DiskRestored(slots, tuple(entries.puts(start, start + _PART)))
+    return facts.TierRestored(Tier.DISK, slots, tuple(entries.puts(start, start + _PART)))

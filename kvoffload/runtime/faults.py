@@ -17,9 +17,10 @@ from kvoffload.model.causes import DegradeCause
 from kvoffload.model.engine import AuditsLeases, BlockPool
 from kvoffload.model.events import OffloadingDegraded
 from kvoffload.model.facts import Fact, InvariantBroken
+from kvoffload.model.wire import TransferReport
 from kvoffload.runtime.copies import OpenCopies
 
-F = TypeVar("F", bound=Fact)
+F = TypeVar("F", bound=Fact | TransferReport)
 Result = TypeVar("Result")
 
 log = get_logger("scheduler")
@@ -51,7 +52,7 @@ class Faults:
     # -- calls of the core --------------------------------------------------------------------------------------
 
     def apply(self, react: Callable[[F], object], fact: F, batch: list[object]) -> None:
-        """Pass a fact to the core's method `react`, and add the core's events to the batch for observers.
+        """Pass a fact or a rank's report to the core's method `react`, and add the core's events to the batch for observers.
 
         A core that has raised gets no facts.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Set
 from concurrent.futures import Future
 from contextlib import suppress
 from math import inf
@@ -10,7 +10,7 @@ from math import inf
 from kvoffload.bus.bus import Batch, Bus
 from kvoffload.bus.feed import run_observer
 from kvoffload.logs import get_logger
-from kvoffload.model.causes import DegradeCause, RemoteFault
+from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.engine import EngineIdentity, EngineShape
 from kvoffload.model.events import HitDropped, HitPinned, LoadEnded, LoadScheduled, OffloadingDegraded
@@ -70,8 +70,6 @@ class Observation:
         self.counters = Counters(tiers)
         self.counters.subscribe(bus, bus.hook.spent)
         self.pins = PinAges(bus)
-        self.remote_faults: Mapping[RemoteFault, int] = {}
-        """Failed calls of the scheduler's side to the remote tier. Ranks report their own failed calls."""
         self.journal.subscribe(bus)
         self._first_tokens = FirstTokens(bus)
         self._unreadable = AtMostEvery(inf, clocks.monotonic)  # the metrics whose reader raised

@@ -1,9 +1,9 @@
 """The remote tier on the scheduler's side: which generation this engine uses, and which blocks the tier has.
 
-    connected ─▶ the generation is read, or made by the first engine ─▶ RemoteOpened
-    a request arrives ─▶ the tier is queried for the request's keys ─▶ RemoteAnswered
-    every 30 s ─▶ the generation is read again ─▶ RemoteOpened, if the tier lost it and another engine made a new one
-    reset ─▶ RemoteOpened with a private generation at once; the tier gets a new generation for later engines
+    connected ─▶ the generation is read, or made by the first engine ─▶ TierOpened
+    a request arrives ─▶ the tier is queried for the request's keys ─▶ TierAnswered
+    every 30 s ─▶ the generation is read again ─▶ TierOpened, if the tier lost it and another engine made a new one
+    reset ─▶ TierOpened with a private generation at once; the tier gets a new generation for later engines
 
 Engines with equal fingerprints share a generation, which is a random value in the tier. After a reset an engine may
 have other weights than its fingerprint says, so it uses a private generation until its process ends. The next engine to
@@ -30,16 +30,19 @@ are always complete.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from math import inf
 
+from kvoffload.core.tiers import Ask
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.errors import RemoteError, reason_of
 from kvoffload.model.ids import BlockKey, RequestId
+from kvoffload.model.wire import Tier, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.remote.store import RemoteStore, open_store
 from kvoffload.remote.values import Generation, Shard, generation_name, new_generation, read_generation
@@ -49,6 +52,11 @@ from kvoffload.transfer.remote import remote_calls
 
 LOOK_PERIOD_S = 30.0
 """Seconds between two reads of the shared generation."""
+_POLL_S = 0.02
+"""Seconds between two polls of the remote tier while no call has ended.
+
+These polls only find calls that take too long.
+"""
 
 log = get_logger("remote")
 
@@ -83,8 +91,9 @@ class RemoteCatalog:
         self._calls = remote_calls(connect, executor, monotonic, timeout_s, side="scheduler")
         self._due: list[facts.Fact] = []
         self.faults = self._calls.faults
-        self.ended = self._calls.ended
+        self.news = self._calls.ended
         """Ended calls. While there are ended calls, `take_facts` must be called."""
+        self.awaits_ranks = self.is_restoring = False
         self._fingerprint: str | None = None
         self._generation: str | None = None
         self._made_ms = 0  # when the last accepted generation was made, in milliseconds
@@ -92,7 +101,7 @@ class RemoteCatalog:
         self._is_fixed = False
         # True if later engines could find blocks of this engine in the generation that the tier has.
         self._has_shared = False
-        self._looks_at = float("-inf")
+        self._looks_at = -inf
         self._must_replace = self._is_replacing = False
         self._opened: str | None = None  # the namespace last reported to the core
         # On another thread, because identifying the KV may read all weights.
@@ -118,8 +127,10 @@ class RemoteCatalog:
         if usable != self._opened:
             self._opened = usable
             # Read the generation again, because the tier may have lost it while it did not answer.
-            self._looks_at = float("-inf")
-            self._due.append(facts.RemoteLost() if usable is None else facts.RemoteOpened(usable))
+            self._looks_at = -inf
+            self._due.append(
+                facts.TierLost(Tier.REMOTE) if usable is None else facts.TierOpened(Tier.REMOTE, usable)
+            )
         due, self._due = self._due, []
         return due
 
@@ -130,7 +141,19 @@ class RemoteCatalog:
             return None
         return "identity of the weights" if self._fingerprint is None else "connection"
 
-    def ask(self, request: RequestId, keys: tuple[BlockKey, ...]) -> None:
+    @property
+    def poll_s(self) -> float:
+        return _POLL_S if self.opening is None else -inf
+
+    def ranks_reported(self, _: Iterable[TransferReport]) -> None:
+        """Do nothing: each rank has a connection of its own."""
+
+    def send(self, asks: Sequence[Ask]) -> None:
+        """Query which blocks of some requests the tier has."""
+        for request, keys in asks:
+            self._ask(request, keys)
+
+    def _ask(self, request: RequestId, keys: tuple[BlockKey, ...]) -> None:
         """Query which of a request's blocks the tier has.
 
         The query covers only the last rank's shards. A fetch finds out if another rank's shard is missing.
@@ -143,7 +166,9 @@ class RemoteCatalog:
             has = tuple([key for key, is_there in answers if is_there])
             lacks = tuple([key for key, is_there in answers if not is_there])
             unanswered = len(keys) - len(answers)
-            self._due.append(facts.RemoteAnswered(request, namespace, has, lacks, unanswered, call.took))
+            self._due.append(
+                facts.TierAnswered(Tier.REMOTE, request, namespace, has, lacks, unanswered, call.took)
+            )
 
         self._calls.submit(lambda _, store: store.ask(shard, keys), answered)
 
@@ -177,7 +202,7 @@ class RemoteCatalog:
 
     def _take_identity(self) -> None:
         try:
-            self._fingerprint = self._identified.result()
+            self._fingerprint = self._identified.result().fingerprint
         except Exception as error:
             # Identifying the KV may raise any exception, which must not reach the engine.
             reason, note = reason_of(error), "the engine continues without the remote tier"

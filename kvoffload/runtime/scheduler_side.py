@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from kvoffload.bus.bus import Bus
 from kvoffload.bus.current_hook import CurrentHook, HasToken
 from kvoffload.core.offload_core import OffloadCore
-from kvoffload.core.state import LoadResults, Policy
-from kvoffload.disk.folder import DiskPlace
+from kvoffload.core.state import CoreState, LoadResults, Policy
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model import facts
@@ -23,14 +22,15 @@ from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
 from kvoffload.model.events import LoadOrphaned, RequestsEnded, WaitEnded
 from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.wire import NOTHING, Tier, TransferPlan, TransferReport
-from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.benefit import NetBenefit
 from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers, OpenCopies
+from kvoffload.runtime.disk_catalog import DiskCatalog
 from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.observation import Observation
 from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.tier_kinds import Catalog, Places, Scheduler, catalogs_of, states_of
 from kvoffload.runtime.tiers_side import TiersSide
-from kvoffload.telemetry.catalogue import Hook, Series, read_all
+from kvoffload.telemetry.catalogue import Hook, Labels, Series, read_all
 from kvoffload.telemetry.counters import Counters
 from kvoffload.transfer.ports import Clocks
 
@@ -52,9 +52,7 @@ class SchedulerSide:
         portal: runs the observers. Without a portal, only the counters and the journal's ring in memory observe.
         clocks: the clocks to read.
         identity: the engine's identity, for journals and metrics.
-        disk: the location of the disk's files, which needs a portal; None without a disk.
-        remote: the address of the remote tier and a function that identifies this engine's KV, which need a portal;
-            None without a remote tier.
+        places: where this engine's blocks are on each lower tier; lower tiers need a portal.
         tier_key: authenticates the contents of lower tiers; None if all writers of these tiers are trusted.
 
     Raises:
@@ -71,8 +69,7 @@ class SchedulerSide:
         portal: Portal | None = None,
         clocks: Clocks | None = None,
         identity: EngineIdentity = _UNKNOWN,
-        disk: DiskPlace | None = None,
-        remote: RemotePlace | None = None,
+        places: Places | None = None,
         tier_key: TierKey | None = None,
     ) -> None:
         self._clocks = clocks or Clocks()
@@ -83,7 +80,8 @@ class SchedulerSide:
         self._deferred: dict[RequestId, float] = {}
         self._waiting: dict[RequestId, float] = {}
         self.shape = shape
-        self.core = OffloadCore(shape, _policy(config, shape, disk, remote), device)
+        places = places or {}
+        self.core = OffloadCore(shape, _policy(config, shape, places), device)
         self._jobs = self.core.state.jobs
         tiers = {tier.tier for tier in self.core.state.tiers}
         self.observation = Observation(self.bus, shape, config, identity, self._clocks, tiers)
@@ -93,19 +91,35 @@ class SchedulerSide:
         self.reports = {rank: TransferReport(rank, (), 0) for rank in map(Rank, range(shape.ranks))}
         """Each rank's last report. Any thread may read it."""
         self.faults = Faults(self.core, self.bus, self.copies, device)
-        self._tiers_side: TiersSide | None = None
-        if self.core.state.tiers:
-            assert portal is not None, "a tier below the host needs a portal"
-            self._tiers_side = TiersSide(
-                self.core, self.faults, config, portal, self._clocks, disk, remote, tier_key
-            )
-            self.observation.remote_faults = self._tiers_side.remote_faults
+        self._reported = self.core.state.reported
+        self._tiers = TiersSide(
+            self.core.state,
+            self.core.tier_store,
+            _catalogs(places, config, shape, portal, self._clocks, tier_key),
+            self.faults,
+            self._clocks.monotonic,
+            timeout_s=config.transfer_timeout_s,
+            drain_s=config.disk_drain_s,
+        )
         if portal is not None:
             self.observation.start(portal)
 
     @property
     def counters(self) -> Counters:
         return self.observation.counters
+
+    @property
+    def info(self) -> Labels:
+        return self.observation.info
+
+    @property
+    def state(self) -> CoreState:
+        return self.core.state
+
+    @property
+    def catalogs(self) -> Mapping[Tier, Catalog]:
+        """Return the scheduler's part of each lower tier."""
+        return self._tiers.catalogs
 
     def unix(self, since: float | None) -> float:
         """Convert a monotonic time to seconds since 1970, rounded so that repeated calls agree; 0 for None."""
@@ -125,8 +139,9 @@ class SchedulerSide:
         batch: list[object] = [fact]
         self.faults.apply(self.core.request_seen, fact, batch)
         self.bus.dispatch(batch)
-        if self._tiers_side is not None and self._tiers_side.asks:
-            self._tiers_side.ask()
+        for outbox in self._tiers.outboxes:
+            if outbox:
+                self._tiers.send()
         self._hook.spent[_SEEN] += self._clocks.monotonic() - began
 
     def lookup(
@@ -216,8 +231,8 @@ class SchedulerSide:
             batch.append(RequestsEnded())
         self.bus.dispatch(batch)
         if is_idle:
-            if self._tiers_side is not None:
-                self._tiers_side.rest(began)
+            if self._tiers.catalogs:
+                self._tiers.rest(began)
             if not self._jobs.pending and self.faults.cause is None:
                 self.faults.audit()
         self._hook.spent[_ENDED] += self._clocks.monotonic() - began
@@ -227,35 +242,38 @@ class SchedulerSide:
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
         """Return the copies that the workers must start in a scheduled step. Call this method once per step."""
         began = self._hook.now = self.core.state.pool.order.now = self._clocks.monotonic()
-        copies, faults = self.copies, self.faults
+        copies, faults, tiers = self.copies, self.faults, self._tiers
         if copies.oldest is not None and copies.oldest + copies.timeout_s <= began:
-            for job in copies.overdue(began):
-                self._handle(facts.JobOverdue(job))
+            self._time_out(began)
         if copies.draining:
             self._look_at_reset()
         batch: list[object] = [fact]
         faults.apply(self.core.step_scheduled, fact, batch)
-        tiers = self._tiers_side
-        if tiers is not None and (
-            tiers.is_opening
-            or tiers.ended
-            or tiers.due
-            or tiers.polls_at <= began
-            or tiers.overdue_at <= began
-        ):
-            for other in tiers.take_facts(began):
-                batch.append(other)
-                faults.apply(self.core.handle, other, batch)
+        for news in tiers.news:
+            if news or tiers.due_at <= began:
+                self._take_facts(batch)
+                break
         self.bus.dispatch(batch)
         if not fact.step % _TICK_STEPS:
             self.bus.tick()
         jobs = self._jobs
         # The core plans only after it has handled all facts, and only if none of them made it raise.
         plan = self._plan(began) if (jobs.planned or jobs.cancelled) and faults.error is None else NOTHING
-        if tiers is not None and tiers.records:
-            tiers.record()
+        for outbox in tiers.outboxes:
+            if outbox:
+                tiers.send()
         self._hook.spent[_STEP] += self._clocks.monotonic() - began
         return plan
+
+    def _time_out(self, began: float) -> None:
+        for job in self.copies.overdue(began):
+            self._handle(facts.JobOverdue(job))
+
+    def _take_facts(self, batch: list[object]) -> None:
+        """Pass what happened on the lower tiers to the core, and add it to the batch for observers."""
+        for fact in self._tiers.take_facts(self._hook.now):
+            batch.append(fact)
+            self.faults.apply(self.core.handle, fact, batch)
 
     def _plan(self, began: float) -> TransferPlan:
         """Return the step's plan, and record that its jobs are sent to the workers."""
@@ -269,8 +287,8 @@ class SchedulerSide:
             self.bus.dispatch(self.faults.raised(error, "plan"))
             return NOTHING
         self.copies.submitted((*plan.loads, *plan.stores), began)
-        if self._tiers_side is not None and (plan.disk or plan.remote):
-            self._tiers_side.moved(began)
+        if plan.below:
+            self._tiers.moved(began)
         if batch:
             self.bus.dispatch(batch)
         return plan
@@ -290,9 +308,8 @@ class SchedulerSide:
                 self.copies.reported(report)
             if report.rank in self.reports:
                 self.reports[report.rank] = report
-            fact = facts.TransferReported(report)
-            batch: list[object] = [fact]
-            self.faults.apply(self.core.transfer_reported, fact, batch)
+            batch: list[object] = [facts.TransferReported(report)]
+            self.faults.apply(self._reported, report, batch)
             self.bus.dispatch(batch)
             if report.lost is not None:
                 self.faults.broken(DegradeCause.TRANSFER_DEAD, report.lost)
@@ -305,8 +322,11 @@ class SchedulerSide:
 
     def _look_after_reports(self, reports: Sequence[TransferReport], *, has_moved: bool) -> None:
         """Do the work that ended copies allow; `has_moved` is True if a job on a lower tier has ended."""
-        tiers = self._tiers_side
-        if tiers is not None and (has_moved or tiers.records or tiers.awaits_files):
+        tiers = self._tiers
+        is_due = has_moved or tiers.awaits_ranks
+        for outbox in tiers.outboxes:
+            is_due = is_due or outbox != []
+        if is_due:
             tiers.reported(reports, self._hook.now, has_moved=has_moved)
         if self.faults.error is not None:
             self.faults.release_loose()
@@ -337,11 +357,9 @@ class SchedulerSide:
             return True
         if self.faults.error is not None:
             return self.copies.oldest is not None
-        if self._tiers_side is None or self.core.state.requests.live:
+        if self.core.state.requests.live or not self._tiers.catalogs:
             return self.faults.ask("has_work", lambda: self.core.has_work, False)
-        return (
-            self.faults.ask("has_work", lambda: self.core.has_host_work, False) or self._tiers_side.has_work
-        )
+        return self.faults.ask("has_work", lambda: self.core.has_host_work, False) or self._tiers.has_work
 
     @property
     def watches_blocks(self) -> bool:
@@ -356,8 +374,8 @@ class SchedulerSide:
     @property
     def disk_identity(self) -> KVIdentity | None:
         """Return the identity of the KV in the disk's folder; None before this process has locked the folder."""
-        tiers = self._tiers_side
-        return tiers.disk.identity if tiers is not None and tiers.disk is not None else None
+        disk = self.catalogs.get(Tier.DISK)
+        return disk.identity if isinstance(disk, DiskCatalog) else None
 
     # -- calls from operators -----------------------------------------------------------------------------------
 
@@ -371,7 +389,7 @@ class SchedulerSide:
         began = self._hook.now = self._clocks.monotonic()
         self._handle(facts.CacheReset())
         self._look_at_reset(is_new=True)
-        is_forgotten = self._tiers_side is None or self._tiers_side.reset()
+        is_forgotten = self._tiers.reset()
         self._hook.spent[_RESET] += self._clocks.monotonic() - began
         has_ended = self.copies.oldest is None if self.faults.error is not None else not self._jobs.pending
         return has_ended and is_forgotten
@@ -395,8 +413,7 @@ class SchedulerSide:
         """Stop the observers and close the lower tiers. Open jobs end when the workers close."""
         self.bus.close()
         self.observation.wait()
-        if self._tiers_side is not None:
-            self._tiers_side.close()
+        self._tiers.close()
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
@@ -408,9 +425,21 @@ class SchedulerSide:
             self.bus.publish(event)
 
 
-def _policy(
-    config: OffloadConfig, shape: EngineShape, disk: DiskPlace | None, remote: RemotePlace | None
-) -> Policy:
+def _catalogs(
+    places: Places,
+    config: OffloadConfig,
+    shape: EngineShape,
+    portal: Portal | None,
+    clocks: Clocks,
+    key: TierKey | None,
+) -> dict[Tier, Catalog]:
+    if not places:
+        return {}
+    assert portal is not None, "a tier below the host needs a portal"
+    return catalogs_of(places, Scheduler(config, shape.ranks, portal, clocks, key))
+
+
+def _policy(config: OffloadConfig, shape: EngineShape, places: Places) -> Policy:
     """Return the part of the settings that affects the core.
 
     Raises:
@@ -421,6 +450,5 @@ def _policy(
         config.store_policy,
         config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment,
         config.recurrent_prefix_boundaries,
-        None if disk is None else config.disk_min_hits,
-        None if remote is None else config.remote_min_hits,
+        states_of(config, places),
     )

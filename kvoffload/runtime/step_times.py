@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from kvoffload.bus.bus import Bus
 from kvoffload.bus.current_hook import HasToken
-from kvoffload.model.causes import Found, LoadOutcome
+from kvoffload.model.causes import LoadOutcome
 from kvoffload.model.events import FirstTokenReached, LoadEnded, LookupAnswered
 from kvoffload.model.facts import RequestEnded, RequestSeen, StepScheduled
 from kvoffload.model.ids import RequestId
-from kvoffload.model.wire import Direction
+from kvoffload.model.wire import Direction, Tier
 
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
@@ -30,10 +30,6 @@ _RUNS = 33
 _LONGEST_RUN = 32  # in steps that prefill; a longer run is split
 # The smallest share of a run's time that counts as prefill, for noisy measurements of decode-only steps.
 _LEAST_SHARE = 0.1
-
-# In the order of the counts in `FirstTokenReached`: a request has found what its last count says.
-_FOUND = Found.DEVICE, Found.HOST, Found.DISK, Found.REMOTE
-
 
 Copies = tuple[Direction, ...]
 """The directions of the copies that run during a step."""
@@ -230,15 +226,20 @@ class FirstTokens:
         if event.outcome is not LoadOutcome.LOADED and event.request in self._admitted:
             found = self._admitted[event.request]
             computed = found.miss_tokens + found.hit_tokens
-            self._admitted[event.request] = replace(
-                found, hit_tokens=0, disk_tokens=0, remote_tokens=0, miss_tokens=computed
-            )
+            self._admitted[event.request] = replace(found, hit_tokens=0, fetched=(), miss_tokens=computed)
 
     def _arrived(self, request: RequestId) -> FirstTokenReached:
         waited_s = self._hook.now - self._waiting.pop(request)[0]
         answer = self._admitted.pop(request)
-        host = answer.hit_tokens - answer.disk_tokens - answer.remote_tokens
-        tokens = answer.device_tokens, host, answer.disk_tokens, answer.remote_tokens
-        found = [found for found, count in zip(_FOUND, tokens, strict=True) if count]
-        lowest = found[-1] if found else Found.NOTHING
-        return FirstTokenReached(request, lowest, waited_s, *tokens, answer.miss_tokens)
+        host = answer.hit_tokens - sum([count for _, count in answer.fetched])
+        counts = (Tier.DEVICE, answer.device_tokens), (Tier.HOST, host), *answer.fetched
+        found = [tier for tier, count in counts if count]
+        return FirstTokenReached(
+            request,
+            found[-1] if found else None,
+            waited_s,
+            answer.device_tokens,
+            host,
+            answer.fetched,
+            answer.miss_tokens,
+        )

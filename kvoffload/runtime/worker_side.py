@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvoffload.disk.slot_file import SlotShape
 from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig, size_text
 from kvoffload.model.ids import Rank
-from kvoffload.model.wire import TransferPlan, TransferReport
-from kvoffload.remote.store import open_store
+from kvoffload.model.wire import Tier, TransferPlan, TransferReport
 from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.tier_kinds import Places, Worker, copies_of
 from kvoffload.transfer.arena import Arena
-from kvoffload.transfer.disk import THREADS as DISK_THREADS
-from kvoffload.transfer.disk import FileOpening, RankDisk
 from kvoffload.transfer.factory import make_allocator, make_checksums, make_copier
 from kvoffload.transfer.host_memory import slots_for
-from kvoffload.transfer.layout import check_pieces, digest_of
+from kvoffload.transfer.layout import check_pieces
 from kvoffload.transfer.ports import Clocks
 from kvoffload.transfer.pump import TransferPump
-from kvoffload.transfer.remote import RemoteMover, remote_calls
 from kvoffload.transfer.tier_jobs import TierJobs, TierReport
 
 if TYPE_CHECKING:
-    from kvoffload.disk.folder import DiskPlace
     from kvoffload.disk.tier_key import TierKey
-    from kvoffload.remote.address import RemoteAddress
-    from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier, Fence
 
 log = get_logger("worker")
 
 _STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying, for which a load may have to wait
-REMOTE_THREADS = 2  # few threads suffice, because the tiers' clients transfer a batch in parallel
 _DRAIN_S = 5.0  # how many seconds longer than `transfer_timeout_s` `close` waits for copies
 _PINNING_S = 10.0  # how many seconds an engine's start waits for pinned memory
 
@@ -53,8 +45,7 @@ class WorkerSide:
         portal: runs the transfer coroutine.
         clock: the transfer coroutine's clock.
         copier: copies the bytes; by default a copier for the tensors' device.
-        disk: the location of the disk's files; None without a disk.
-        remote: the remote tier's address; None without a remote tier.
+        places: where the engine's blocks are on each lower tier.
         tier_key: authenticates the contents of lower tiers; None if all writers of these tiers are trusted.
     """
 
@@ -67,8 +58,7 @@ class WorkerSide:
         *,
         clock: Clock | None = None,
         copier: Copier | None = None,
-        disk: DiskPlace | None = None,
-        remote: RemoteAddress | None = None,
+        places: Places | None = None,
         local_ranks: int | None = None,
         tier_key: TierKey | None = None,
     ) -> None:
@@ -79,11 +69,9 @@ class WorkerSide:
         self._portal = portal
         self._clock = clock or Clocks()
         self._copier = copier
-        self._place = disk
-        self._disk: RankDisk | None = None
-        self._address = remote
+        self._places = places or {}
         self._tier_key = tier_key
-        self._remote: TierJobs | None = None
+        self._tiers: dict[Tier, TierJobs] = {}
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
         # The arena, and when pinning its memory began; None after the first step, or if no memory is pinned.
@@ -122,12 +110,17 @@ class WorkerSide:
         )
         self._pump = pump
         self._pid = os.getpid()
-        memory = self._config, arena, self._portal, self._clock, checksums, self._tier_key
-        shared = self._rank, self._ranks, *memory
-        if self._place is not None:
-            self._disk = open_disk(self._place, *shared)
-        if self._address is not None:
-            self._remote = open_remote(self._address, *shared)
+        shared = Worker(
+            self._config,
+            self._rank,
+            self._ranks,
+            arena,
+            self._portal,
+            self._clock,
+            checksums,
+            self._tier_key,
+        )
+        self._tiers = copies_of(self._places, shared)
         began = self._clock.monotonic()
         if layout.is_cuda:
             self._portal.spawn(arena.prepare_for, _PINNING_S).result()
@@ -173,12 +166,10 @@ class WorkerSide:
         """
         if plan.stores:
             self.pump.submit_stores(plan.stores)
-        if plan.disk and self._disk is not None:
-            self._disk.submit(plan.disk)
-        if plan.remote and self._remote is not None:
-            self._remote.submit(plan.remote)
-        for tier in (self._disk, self._remote):
-            if plan.cancelled and tier is not None:
+        for job in plan.below:
+            self._tiers[job.tier].submit(job)
+        if plan.cancelled:
+            for tier in self._tiers.values():
                 tier.cancel(plan.cancelled)
 
     def take_report(self) -> TransferReport | None:
@@ -187,11 +178,10 @@ class WorkerSide:
         if not self._portal.is_alive:
             pump.coroutine_lost("the portal's thread is gone")
         pump.poll()
-        disk = self._disk.take() if self._disk is not None else None
-        remote = self._remote.take() if self._remote is not None else None
-        tiers = [report for report in (disk, remote) if report is not None]
-        report = pump.take_report(is_due=any(tier.is_new for tier in tiers))
-        return report if report is None or not tiers else merged(report, disk, remote)
+        taken = [tier.take() for tier in self._tiers.values()] if self._tiers else ()
+        below = [report for report in taken if report is not None]
+        report = pump.take_report(is_due=any(each.is_new for each in below))
+        return report if report is None or not below else with_tiers(report, below)
 
     def close(self) -> None:
         """Wait for started copies to end, and free the memory. In a forked child, do nothing.
@@ -201,9 +191,8 @@ class WorkerSide:
         if self._pump is None or self._pid != os.getpid():
             return
         pump, self._pump = self._pump, None
-        for tier in (self._disk, self._remote):
-            if tier is not None:
-                tier.close()
+        for tier in self._tiers.values():
+            tier.close()
         for task in self._tasks:
             task.cancel()
         # Copies may still use the memory after the portal has ended, so a new portal waits for them.
@@ -239,62 +228,11 @@ class WorkerSide:
         return self._pump
 
 
-def open_disk(
-    place: DiskPlace,
-    rank: Rank,
-    ranks: int,
-    config: OffloadConfig,
-    arena: Arena,
-    portal: Portal,
-    clock: Clock,
-    checksums: Checksums | None = None,
-    key: TierKey | None = None,
-) -> RankDisk:
-    """Return an object that runs one rank's disk jobs. The slot file opens in the background."""
-    shape = SlotShape(rank, ranks, arena.layout.slot_bytes, digest_of(arena.layout))
-    return RankDisk(
-        FileOpening(place, shape, config.disk_bytes // ranks),
-        arena,
-        portal.new_executor("disk", threads=DISK_THREADS),
-        clock,
-        timeout_s=config.transfer_timeout_s,
-        checksums=checksums,
-        key=key,
-    )
-
-
-def open_remote(
-    address: RemoteAddress,
-    rank: Rank,
-    ranks: int,
-    config: OffloadConfig,
-    arena: Arena,
-    portal: Portal,
-    clock: Clock,
-    checksums: Checksums | None = None,
-    key: TierKey | None = None,
-) -> TierJobs:
-    """Return an object that runs one rank's jobs with the remote tier. The connection opens in the background."""
-    executor = portal.new_executor("remote", threads=REMOTE_THREADS)
-    timeout_s, monotonic = config.remote_timeout_s, clock.monotonic
-    connect = partial(open_store, address, timeout_s)
-    calls = remote_calls(connect, executor, monotonic, timeout_s, rank=rank)
-    mover = RemoteMover(rank, ranks, arena, checksums, key)
-    return TierJobs(calls, mover, arena.layout.slot_bytes, monotonic)
-
-
-def merged(report: TransferReport, disk: TierReport | None, remote: TierReport | None) -> TransferReport:
-    """Return a report with the jobs of the lower tiers added to those between device and host.
+def with_tiers(report: TransferReport, below: Sequence[TierReport]) -> TransferReport:
+    """Return a report with the reports about lower tiers added.
 
     The lower tiers' jobs come first: when the core processes a spill's end, a load that ran beside the spill must
     still count as open (see `AdaptiveLimit`).
     """
-    jobs = [job for tier in (disk, remote) if tier is not None for job in tier.jobs]
-    return replace(
-        report,
-        jobs=(*jobs, *report.jobs),
-        disk_works=disk is None or disk.works,
-        disk_file=None if disk is None else disk.file,
-        remote_works=remote is not None and remote.works,
-        remote_faults=() if remote is None else remote.faults,
-    )
+    jobs = [job for tier in below for job in tier.jobs]
+    return replace(report, jobs=(*jobs, *report.jobs), below=tuple([tier.status for tier in below]))

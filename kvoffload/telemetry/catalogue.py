@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.disk.system import round_up
@@ -20,7 +20,6 @@ from kvoffload.model.causes import (
     Deferral,
     DegradeCause,
     EvictionCause,
-    Found,
     LoadOutcome,
     MissCause,
     PinDropCause,
@@ -29,12 +28,14 @@ from kvoffload.model.causes import (
     StoreOutcome,
     TierOutcome,
 )
-from kvoffload.model.wire import Direction, Tier
+from kvoffload.model.wire import LOWER_TIERS, Direction, Tier
 
 if TYPE_CHECKING:
     from kvoffload.bus.bus import Bus
+    from kvoffload.core.host import HostState
     from kvoffload.core.offload_core import OffloadCore
     from kvoffload.core.slots import SlotPool
+    from kvoffload.core.tiers import LowerTier
     from kvoffload.model.ids import Rank
     from kvoffload.model.wire import TransferReport
 
@@ -92,16 +93,6 @@ class LoadWait(Enum):
     __hash__ = object.__hash__  # hash by identity, because `Enum.__hash__` is a slow Python call
 
 
-class PromptSource(Enum):
-    """The sources of the KV of a prompt's tokens."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
-    REMOTE = "remote"
-    COMPUTED = "computed"
-
-
 class Hook(StrEnum):
     """The calls that an engine makes to kvoffload. All engines have the same hooks."""
 
@@ -135,8 +126,10 @@ _SUBSCRIBERS = frozenset(member.value for member in Subscriber)
 _OWNERS = {"LogObserver": Subscriber.LOG, "Journal": Subscriber.JOURNAL, "SpanObserver": Subscriber.SPANS}
 
 
-def label_of(member: Enum) -> str:
+def label_of(member: Enum | str) -> str:
     """Return the label for an enum's member: the value, or the lower-case name if the value is an integer."""
+    if not isinstance(member, Enum):
+        return member
     return member.name.lower() if isinstance(member.value, int) else str(member.value)
 
 
@@ -170,27 +163,45 @@ class Pins(Protocol):
 class Observed(Protocol):
     """The part of `Observation` that metric readers use."""
 
-    remote_faults: Mapping[RemoteFault, int]
-
     @property
     def pins(self) -> Pins: ...
 
+
+class Catalog(Protocol):
+    """The part of a tier's catalog that metric readers use."""
+
     @property
-    def info(self) -> Labels: ...
+    def faults(self) -> Mapping[RemoteFault, int]: ...
 
 
 class Faults(Protocol):
     audits: int
 
 
-class Side(Protocol):
-    """The part of the scheduler side that metric readers use. Any thread may call a reader."""
+class HostSide(Protocol):
+    """What the readers use of metrics that have a meaning without an engine. Any thread may call a reader."""
 
-    core: OffloadCore
-    bus: Bus
+    @property
+    def state(self) -> HostState: ...
 
     @property
     def reports(self) -> Mapping[Rank, TransferReport]: ...
+
+    @property
+    def catalogs(self) -> Mapping[Tier, Catalog]: ...
+
+    @property
+    def info(self) -> Labels: ...
+
+    @property
+    def degraded(self) -> DegradeCause | None: ...
+
+
+class Side(HostSide, Protocol):
+    """The part of the scheduler side that metric readers use."""
+
+    core: OffloadCore
+    bus: Bus
 
     @property
     def observation(self) -> Observed: ...
@@ -202,9 +213,6 @@ class Side(Protocol):
 
     @property
     def benefit(self) -> Benefit: ...
-
-    @property
-    def degraded(self) -> DegradeCause | None: ...
 
     @property
     def faults(self) -> Faults: ...
@@ -228,12 +236,12 @@ class Label:
     Args:
         name: the label's name in queries.
         enum: the label's values; None if the values are known only while an engine runs.
-        served: the members of `enum` that the metric uses; by default all members.
+        served: the values that the metric uses, most of them members of `enum`; by default all members.
     """
 
     name: str
     enum: type[Enum] | None = None
-    served: tuple[Enum, ...] = ()
+    served: tuple[Enum | str, ...] = ()
 
     @property
     def values(self) -> tuple[str, ...]:
@@ -252,8 +260,8 @@ class Metric:
         labels: the labels, in the order of `Labels` tuples.
         unit: the unit of the values.
         buckets: the upper bounds of a histogram's buckets, without +Inf.
-        read: a function that returns the metric's series for a scrape, and may omit series that are 0. None if events
-            increase the metric.
+        read: a function that returns the metric's series for a scrape, from a `Side` or a `HostSide`, and may omit
+            series that are 0. None if events increase the metric.
         counts: the classes of the events that increase the metric, each with the name of the field to add; None adds 1.
             The events have a field for each label. Empty if `read` or a method of `Counters` determines the values.
         where: a field's name and values. If set, only events whose field has one of the values increase the metric.
@@ -266,7 +274,7 @@ class Metric:
     labels: tuple[Label, ...] = ()
     unit: str = ""
     buckets: tuple[float, ...] = ()
-    read: Callable[[Side], Series] | None = None
+    read: Callable[[Any], Series] | None = None
     counts: Mapping[type[events.Event], str | None] = field(default_factory=dict)
     where: tuple[str, tuple[Enum, ...]] | None = None
     tiers: Set[Tier] = frozenset()
@@ -291,22 +299,22 @@ class Metric:
         return [labels for labels in self.series if off.isdisjoint(labels)]
 
 
-LOWER_TIERS = frozenset((Tier.DISK, Tier.REMOTE))
-_DISK, _REMOTE = frozenset((Tier.DISK,)), frozenset((Tier.REMOTE,))
+_WITH_SLOTS = tuple(tier for tier in LOWER_TIERS if tier.has_slots)
+_REMOTE = frozenset((Tier.REMOTE,))
 _OF_ANY_TIER = MissCause.TIER_OPENING.value, EvictionCause.SPILL_BEHIND.value, LoadWait.FETCH.value
 # For label values that occur only on some engines: the lower tiers of which an engine must have at least one.
 _ONLY_WITH: Mapping[str, Set[Tier]] = {
-    **dict.fromkeys((Tier.DISK.value, MissCause.ON_DISK.value), _DISK),
-    **dict.fromkeys((Tier.REMOTE.value, MissCause.IN_REMOTE.value), _REMOTE),
-    **dict.fromkeys(_OF_ANY_TIER, LOWER_TIERS),
+    **{tier.value: frozenset((tier,)) for tier in LOWER_TIERS},
+    **{tier.miss_cause.value: frozenset((tier,)) for tier in LOWER_TIERS if tier.miss_cause is not None},
+    **dict.fromkeys(_OF_ANY_TIER, frozenset(LOWER_TIERS)),
 }
 
 
 # A copy has the label of the lower of its two tiers: a copy between the host and the disk has the label "disk".
-_TIER = Label("tier", Tier, served=(Tier.HOST, Tier.DISK))
-# Only copies have the label "remote", because kvoffload does not know the remote tier's slots.
-_COPY_TIERS = Label("tier", Tier, served=(Tier.HOST, Tier.DISK, Tier.REMOTE))
-_LOWER_TIERS = Label("tier", Tier, served=(Tier.DISK, Tier.REMOTE))
+_TIER = Label("tier", Tier, served=(Tier.HOST, *_WITH_SLOTS))
+# Only copies have the label of a tier that manages its blocks itself, because kvoffload does not know its slots.
+_COPY_TIERS = Label("tier", Tier, served=(Tier.HOST, *LOWER_TIERS))
+_LOWER_TIERS = Label("tier", Tier, served=LOWER_TIERS)
 _DIRECTION = Label("direction", Direction)
 # The states in which a job still uses memory.
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
@@ -348,32 +356,35 @@ _HOOK_BUCKETS = (1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-
 # -- readers ------------------------------------------------------------------------------------------------------
 
 
-def tier_state(side: Side, tier: Tier) -> TierState | None:
+def tier_state(side: HostSide, tier: Tier) -> TierState | None:
     """Return the state of a tier below the host; None if the engine does not have the tier."""
-    state = side.core.state
-    found = state.disk if tier is Tier.DISK else state.remote
+    found = side.state.by_name.get(tier)
     if found is None:
         return None
-    if found is state.disk and found.is_closed:  # only the disk tier can close
+    if found.is_closed and tier.has_slots:  # other tiers can open again
         return TierState.CLOSED
     if not found.is_open:
         return TierState.OPENING
     return TierState.OPEN if found.is_usable else TierState.FAILING
 
 
-def _tier_states(side: Side) -> Series:
-    tiers = [lower.tier for lower in side.core.state.tiers]
+def _tier_states(side: HostSide) -> Series:
+    tiers = side.state.by_name
     return {(tier.value, state.value): 1 for tier in tiers if (state := tier_state(side, tier))}
 
 
-def _slots(side: Side) -> Series:
-    host, disk = side.core.state.pool, side.core.state.disk
-    slots = _by_state(Tier.HOST, host)
-    if disk is not None:
-        slots |= _by_state(Tier.DISK, disk.pool)
-        # The pool's quarantined slots include slots for which the disk has no space. The metric excludes them, so that
+def _with_slots(side: HostSide) -> list[LowerTier]:
+    return [lower for lower in side.state.tiers if lower.tier.has_slots]
+
+
+def _slots(side: HostSide) -> Series:
+    slots = _by_state(Tier.HOST, side.state.pool)
+    for lower in _with_slots(side):
+        slots |= _by_state(lower.tier, lower.pool)
+        # The pool's quarantined slots include slots for which the tier has no space. The metric excludes them, so that
         # the states sum to the capacity.
-        slots[Tier.DISK.value, label_of(SlotState.QUARANTINED)] -= disk.pool.capacity - disk.capacity
+        beyond = lower.pool.capacity - lower.capacity
+        slots[lower.tier.value, label_of(SlotState.QUARANTINED)] -= beyond
     return slots
 
 
@@ -381,18 +392,19 @@ def _by_state(tier: Tier, pool: SlotPool) -> dict[Labels, float]:
     return {(tier.value, label_of(state)): pool.count(state) for state in SlotState}
 
 
-def _capacities(side: Side) -> Series:
-    disk = side.core.state.disk
-    return {
-        (Tier.HOST.value,): side.core.state.pool.capacity,
-        (Tier.DISK.value,): disk.capacity if disk is not None else 0,
-    }
+def _capacities(side: HostSide) -> Series:
+    found: dict[Labels, float] = {(Tier.HOST.value,): side.state.pool.capacity}
+    for lower in _with_slots(side):
+        found[lower.tier.value,] = lower.capacity
+    return found
 
 
-def _slot_bytes(side: Side) -> Series:
+def _slot_bytes(side: HostSide) -> Series:
     sizes = [report.slot_bytes for report in side.reports.values()]
-    disk = sum(map(round_up, sizes)) if side.core.state.disk is not None else 0
-    return {(Tier.HOST.value,): sum(sizes), (Tier.DISK.value,): disk}
+    found: dict[Labels, float] = {(Tier.HOST.value,): sum(sizes)}
+    for lower in _with_slots(side):
+        found[lower.tier.value,] = sum(map(round_up, sizes))
+    return found
 
 
 def _host_bytes(side: Side) -> Series:
@@ -416,7 +428,8 @@ def _open_jobs(side: Side) -> Series:
         }
         for state, number in numbers.items():
             found[Tier.HOST.value, way.value, label_of(state)] = number
-            found[Tier.DISK.value, way.value, label_of(state)] = jobs.count(way, state, Tier.DISK)
+            for tier in _WITH_SLOTS:
+                found[tier.value, way.value, label_of(state)] = jobs.count(way, state, tier)
     return found
 
 
@@ -434,13 +447,15 @@ def _dropped(side: Side) -> Series:
     return dropped
 
 
-def _degraded(side: Side) -> Series:
+def _degraded(side: HostSide) -> Series:
     return {(side.degraded.value,): 1} if side.degraded is not None else {}
 
 
-def _remote_errors(side: Side) -> Series:
-    ranks = [report.remote_faults for report in side.reports.values()]
-    counts = [tuple(side.observation.remote_faults.values()), *ranks]
+def _remote_errors(side: HostSide) -> Series:
+    reported = [status for report in side.reports.values() for status in report.below]
+    counts = [status.faults for status in reported if status.tier is Tier.REMOTE]
+    if (catalog := side.catalogs.get(Tier.REMOTE)) is not None:
+        counts.append(tuple(catalog.faults.values()))
     found = zip(RemoteFault, *filter(None, counts), strict=False)
     return {(fault.value,): sum(each) for fault, *each in found}
 
@@ -460,7 +475,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix, blocks were being fetched from a tier below the host, or requests with loads needed the device's blocks. Each wait counts once, however often the engine asks.", Kind.COUNTER, (Label("reason", Deferral),), "lookups", counts={events.LookupDeferred: None}),
     Metric("kvoffload_fetched_tokens_total", "Tokens of host hits that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIERS,), "tokens"),
     Metric("kvoffload_hit_tokens", "Tokens that the host added to a request's prefix, for each admitted request with a hit.", Kind.HISTOGRAM, (), "tokens", _HIT_BUCKETS),
-    Metric("kvoffload_prompt_tokens_total", "Prompt tokens of requests that reached their first token, by where their KV came from. The tokens of a load that failed are computed; disk and remote count what was fetched for the request.", Kind.COUNTER, (Label("source", PromptSource),), "tokens"),
+    Metric("kvoffload_prompt_tokens_total", "Prompt tokens of requests that reached their first token, by where their KV came from. The tokens of a load that failed are computed; disk and remote count what was fetched for the request.", Kind.COUNTER, (Label("source", Tier, served=(*Tier, "computed")),), "tokens"),
     Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were released without being loaded.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks", counts={events.HitDropped: "blocks"}),
     # --- outcomes of offers and loads ---
     Metric("kvoffload_offered_blocks_total", "Computed blocks offered to the host; each ends with one outcome.", Kind.COUNTER, (), "blocks", counts={events.BlocksOffered: "blocks"}),
@@ -495,11 +510,11 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_slots", "Slots by state; the states sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotState)), "slots", read=_slots),
     Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; multiply by slots for the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes", read=_slot_bytes),
     Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) so far, and used.", Kind.GAUGE, (Label("state", HostBytes),), "bytes", read=_host_bytes),
-    Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.DiskBlocksEvicted: "blocks"}),
+    Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.TierBlocksEvicted: "blocks"}),
     Metric("kvoffload_eviction_age_seconds", "Time since the last use of blocks that were evicted from the host for space. Blocks evicted together count once, with the block that was used last.", Kind.HISTOGRAM, (), "seconds", _AGE_BUCKETS, counts={events.BlocksEvicted: "age_s"}, where=_FOR_SPACE),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.observation.pins.oldest)}),
     # --- time saved and time lost ---
-    Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found. Up to one step too long.", Kind.HISTOGRAM, (Label("found", Found),), "seconds", _FIRST_TOKEN_BUCKETS),
+    Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found. Up to one step too long.", Kind.HISTOGRAM, (Label("found", Tier, served=(*LOWER_TIERS, Tier.HOST, Tier.DEVICE, "nothing")),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: loaded tokens times the measured prefill time per token. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),
     Metric("kvoffload_load_wait_seconds", "Time that a request waited: for its own load, from allocation to its end; for another request's load of the same prefix; for a fetch from a tier below the host; or for room on the device beside other loads.", Kind.HISTOGRAM, (Label("reason", LoadWait),), "seconds", _WAIT_BUCKETS),
     Metric("kvoffload_interference_seconds_total", "Time that copies added to the engine's steps, from comparing decode steps with and without copies. An estimate.", Kind.COUNTER, (_DIRECTION,), "seconds", read=lambda side: _by_direction(side.benefit.interference_s)),
@@ -508,7 +523,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_fetch_break_even_tokens", "Hits of at least this many tokens on a tier below the host are faster to fetch and load than to compute; 0 until measured, 1000000 if no hit is.", Kind.GAUGE, (_LOWER_TIERS,), "tokens", read=_fetch_break_even),
     Metric("kvoffload_net_benefit_negative", "1 after a minute in which waiting and interference cost more than loads saved, by over 1 % of the minute, until a minute with a gain.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.benefit.is_negative)}),
     # --- health ---
-    Metric("kvoffload_info", "Always 1; its labels are the engine's versions and settings.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.observation.info: 1}),
+    Metric("kvoffload_info", "Always 1; its labels are the engine's versions and settings.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.info: 1}),
     Metric("kvoffload_stale_blocks_zeroed_total", "Positions removed from requests' records because the engine reused their blocks.", Kind.COUNTER, (), "blocks", counts={events.BlocksZeroed: "blocks"}),
     Metric("kvoffload_resets_total", "Resets of the cache: nothing computed before a reset is found after it.", Kind.COUNTER, (), "resets", counts={events.ResetStarted: None}),
     Metric("kvoffload_reset_draining_jobs", "Jobs planned before the last reset that have not ended; their results are dropped.", Kind.GAUGE, (), "jobs", read=lambda side: {(): side.copies.draining}),
@@ -527,7 +542,7 @@ BY_NAME: dict[str, Metric] = {metric.name: metric for metric in CATALOGUE}
 
 
 def read_all(
-    side: Side,
+    side: HostSide,
     tiers: Set[Tier],
     on_failure: Callable[[str, Exception], object],
     metrics: Iterable[Metric] = CATALOGUE,
@@ -535,7 +550,7 @@ def read_all(
     """Return the series of all metrics that have a reader, by the metric's name. A metric whose reader raises is left out.
 
     Args:
-        side: the scheduler side to read.
+        side: what to read; a `Side`, unless the metrics have a meaning without an engine.
         tiers: the engine's lower tiers.
         on_failure: called with the name of each metric whose reader raised, and the exception.
         metrics: the metrics to read. Metrics without a reader are skipped.

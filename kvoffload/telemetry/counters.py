@@ -17,10 +17,9 @@ from typing import Any, Protocol
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
 from kvoffload.model.causes import MissCause
-from kvoffload.model.wire import Tier
+from kvoffload.model.wire import LOWER_TIERS, Tier
 from kvoffload.telemetry.catalogue import (
     CATALOGUE,
-    LOWER_TIERS,
     Answer,
     Hook,
     Kind,
@@ -28,7 +27,6 @@ from kvoffload.telemetry.catalogue import (
     LoadWait,
     LookupResult,
     Metric,
-    PromptSource,
     Series,
 )
 
@@ -37,7 +35,8 @@ _KEPT = 1 << 14
 _HIT = (LookupResult.HIT.value,)
 _MISS = (LookupResult.MISS.value,)
 _OPTED_OUT = (LookupResult.OPTED_OUT.value,)
-_DEVICE, _HOST, _DISK, _REMOTE, _COMPUTED = ((source.value,) for source in PromptSource)
+_DEVICE, _HOST = (Tier.DEVICE.value,), (Tier.HOST.value,)
+_COMPUTED, _NOTHING = ("computed",), ("nothing",)
 _BEHIND = (MissCause.BEHIND_MISS.value,)
 _FOUND_THERE, _MISSING_THERE, _NO_ANSWER = ((answer.value,) for answer in Answer)
 
@@ -141,7 +140,7 @@ class Counters:
         tiers: the engine's tiers below the host; by default all lower tiers, which is right for events of any engine.
     """
 
-    def __init__(self, tiers: Set[Tier] = LOWER_TIERS) -> None:
+    def __init__(self, tiers: Set[Tier] = frozenset(LOWER_TIERS)) -> None:
         self.tiers = tiers
         self.changes = 0
         """This number increases whenever something is counted, except for hook times, which every step adds."""
@@ -232,7 +231,7 @@ class Counters:
         return {cls: self._adder(cls) for cls in classes} | {
             events.LookupAnswered: self._count_lookup,
             events.FirstTokenReached: self._count_first_token,
-            facts.RemoteAnswered: self._count_answer,
+            facts.TierAnswered: self._count_answer,
         }
 
     def _adder(self, cls: type[events.Event]) -> Callable[[events.Event], None]:
@@ -272,20 +271,21 @@ class Counters:
             if event.cause is not None:
                 self._misses[_LABELS[event.cause]] += 1
                 self._misses[_BEHIND] += misses - 1
-        if event.disk_tokens or event.remote_tokens:
-            _add_fetched(self._fetched_tokens, event)
+        for tier, count in event.fetched:
+            self._fetched_tokens[_LABELS[tier]] += count
 
     def _count_first_token(self, event: events.FirstTokenReached) -> None:
         self.changes += 1
-        self._first_tokens[_LABELS[event.found]].observe(event.seconds)
+        found = _NOTHING if event.found is None else _LABELS[event.found]
+        self._first_tokens[found].observe(event.seconds)
         tokens = self._prompt_tokens
         tokens[_DEVICE] += event.device_tokens
         tokens[_HOST] += event.host_tokens
         tokens[_COMPUTED] += event.computed_tokens
-        if event.disk_tokens or event.remote_tokens:
-            _add_fetched(tokens, event)
+        for tier, count in event.fetched:
+            tokens[_LABELS[tier]] += count
 
-    def _count_answer(self, fact: facts.RemoteAnswered) -> None:
+    def _count_answer(self, fact: facts.TierAnswered) -> None:
         self.changes += 1
         asked = self._counts["kvoffload_remote_asked_blocks_total"]
         asked[_FOUND_THERE] += len(fact.found)
@@ -293,14 +293,6 @@ class Counters:
         asked[_NO_ANSWER] += fact.unanswered
         if not fact.unanswered:
             self._histograms["kvoffload_remote_ask_seconds"][()].observe(fact.seconds)
-
-
-def _add_fetched(tokens: dict[Labels, int], event: events.LookupAnswered | events.FirstTokenReached) -> None:
-    """Add an event's fetched tokens to the series of their tiers. An engine without a tier has no series for it."""
-    if event.disk_tokens:
-        tokens[_DISK] += event.disk_tokens
-    if event.remote_tokens:
-        tokens[_REMOTE] += event.remote_tokens
 
 
 def _reader(name: str | None) -> Callable[[object], Any] | None:

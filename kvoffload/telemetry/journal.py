@@ -29,7 +29,7 @@ from kvoffload.bus.current_hook import CurrentHook
 from kvoffload.bus.feed import Feed
 from kvoffload.bus.guard import call_guarded
 from kvoffload.model.errors import ConfigError
-from kvoffload.model.facts import DiskRestored, StepScheduled
+from kvoffload.model.facts import StepScheduled, TierRestored
 from kvoffload.telemetry.records import BEGUN, rotated, summary_of, to_plain
 
 _BATCH = 1024  # the maximum number of entries in one write
@@ -82,7 +82,7 @@ class Journal:
         bus.count(Batch, self._young.append)  # a method in C, which takes less time in hooks than one of ours
         if self._file is None:
             bus.count(Tick, self._move)
-            bus.count(DiskRestored, self._move)  # the index of a disk comes in many parts within one step
+            bus.count(TierRestored, self._move)  # the index of a tier comes in many parts within one step
         else:
             self._feed = bus.observe("journal", capacity)
             bus.count(Batch, self._move)
@@ -113,7 +113,7 @@ class Journal:
             self._feed.abandon()
             self._file.close()
 
-    def _move(self, _: Tick | DiskRestored | Batch) -> None:
+    def _move(self, _: Tick | TierRestored | Batch) -> None:
         """Move messages to the ring, and pass them to the task that writes the file."""
         entries = self._entries(self._young)
         _extend(self._ring, entries)
@@ -125,8 +125,8 @@ class Journal:
     def _entries(self, batches: Iterable[Batch]) -> list[Entry]:
         epoch = self._hook.unix(0)
         return [
-            # Keep only a summary of a `DiskRestored` fact, which is as large as the disk tier's index.
-            (number, epoch + batch.at, summary_of(message) if type(message) is DiskRestored else message)
+            # Keep only a summary of a `TierRestored` fact, which is as large as the tier's index.
+            (number, epoch + batch.at, summary_of(message) if type(message) is TierRestored else message)
             for batch in batches
             for number, message in enumerate(batch.messages, batch.before + 1)
         ]

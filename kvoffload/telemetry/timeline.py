@@ -17,7 +17,7 @@ from typing import Any, Protocol, TextIO, cast, get_args
 
 from kvoffload.model import events
 from kvoffload.model.ids import JobId, RequestId
-from kvoffload.model.wire import Direction, Tier
+from kvoffload.model.wire import LOWER_TIERS, Direction, Tier
 from kvoffload.telemetry.records import Record, Summary, summary_of
 
 Args = Mapping[str, object]
@@ -136,23 +136,21 @@ class Trace:
 _SCHEDULER, _REQUESTS, _RANKS = 1, 2, 10  # the order of the groups in the timeline
 STEPS = Track("scheduler", _SCHEDULER, "steps")
 HOST = Track("scheduler", _SCHEDULER, "host memory")
-DISK = Track("scheduler", _SCHEDULER, "disk")
+TIERS = Track("scheduler", _SCHEDULER, "lower tiers")
 NOTES = Track("scheduler", _SCHEDULER, "notes")
 _LANES = {
     (Tier.HOST, Direction.STORE): (What.STORE, "stores"),
     (Tier.HOST, Direction.LOAD): (What.LOAD, "loads"),
-    (Tier.DISK, Direction.STORE): (What.SPILL, "spills to disk"),
-    (Tier.DISK, Direction.LOAD): (What.FETCH, "fetches from disk"),
-    (Tier.REMOTE, Direction.STORE): (What.SPILL, "spills to remote"),
-    (Tier.REMOTE, Direction.LOAD): (What.FETCH, "fetches from remote"),
+    **{(tier, Direction.STORE): (What.SPILL, f"spills to {tier.value}") for tier in LOWER_TIERS},
+    **{(tier, Direction.LOAD): (What.FETCH, f"fetches from {tier.value}") for tier in LOWER_TIERS},
 }
 _NOTED: dict[type[events.Event], Track] = {
     events.BlocksEvicted: HOST,
     events.BlocksZeroed: HOST,
     events.CapacityGrown: HOST,
-    events.DiskBlocksEvicted: DISK,
-    events.DiskOpened: DISK,
-    events.DiskClosed: DISK,
+    events.TierBlocksEvicted: TIERS,
+    events.TierReady: TIERS,
+    events.TierClosed: TIERS,
     events.ResetStarted: HOST,
     events.JobAbandoned: HOST,
     events.FactRejected: NOTES,

@@ -33,7 +33,7 @@ from kvoffload.disk.system import PAGE, aligned_buffer
 from kvoffload.disk.tier_key import are_equal
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DiskError, reason_of
-from kvoffload.model.wire import DiskFile
+from kvoffload.model.wire import DiskFile, Tier
 from kvoffload.transfer.blocking_calls import BlockingCalls, ErrorRow
 from kvoffload.transfer.tier_jobs import TierJobs, TierReport, find_corrupt
 
@@ -106,7 +106,7 @@ class RankDisk(TierJobs):
         self._policy = ErrorRow(log.bind(rank=shape.rank))
         self._disk_mover = mover = DiskMover(shape, arena, checksums, key)
         calls = BlockingCalls(opening.open, executor, clock.monotonic, self._policy, timeout_s)
-        super().__init__(calls, mover, shape.slot_bytes, clock.monotonic)
+        super().__init__(Tier.DISK, calls, mover, shape.slot_bytes, clock.monotonic)
         self._is_syncing = False
         self._synced_at = clock.monotonic()
         calls.poll()  # `poll` starts the probe that opens the file.

@@ -8,10 +8,10 @@ from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvoffload.model.causes import CopyOutcome, RemoteFault
-from kvoffload.model.wire import AnyJob, Direction, JobReport, Tier
+from kvoffload.model.wire import AnyJob, Direction, JobReport, Tier, TierStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from structlog.stdlib import BoundLogger
 
@@ -26,17 +26,13 @@ class TierReport(NamedTuple):
 
     Args:
         jobs: reports of the jobs that ended since the last report.
-        works: whether this rank makes calls to the tier.
-        is_new: whether a job has ended or `works` has changed since the last report.
-        file: the rank's slot file, if the tier is a disk and the file is open.
-        faults: failed calls and refused writes so far, in the order of `RemoteFault`.
+        is_new: whether a job has ended or `status.works` has changed since the last report.
+        status: the rank's calls to the tier.
     """
 
     jobs: tuple[JobReport, ...]
-    works: bool
     is_new: bool
-    file: DiskFile | None = None
-    faults: tuple[int, ...] = ()
+    status: TierStatus
 
 
 @dataclass(slots=True, eq=False)
@@ -152,26 +148,27 @@ class _OpenJob:
     def report(self, now: float, slot_bytes: int) -> JobReport:
         """Return the job's report.
 
-        A remote job succeeds if some blocks were copied, a disk job only if all blocks were copied.
+        If the engine manages the tier's slots, a job succeeds only if all blocks were copied. Otherwise the tier may
+        have lost some of the blocks, and a job succeeds if any block was copied.
         """
-        job, is_remote = self.job, self.job.tier is Tier.REMOTE
+        job, may_lack = self.job, not self.job.tier.has_slots
         copy_s = max(self.ended - self.began, 0.0)
-        is_useful = self.whole and not self.is_cancelled and (is_remote or not self.missing)
+        is_useful = self.whole and not self.is_cancelled and (may_lack or not self.missing)
         outcome = CopyOutcome.DONE if is_useful else CopyOutcome.FAILED
-        if self.corrupt and not (is_remote and self.whole and job.direction is Direction.LOAD):
+        if self.corrupt and not (may_lack and self.whole and job.direction is Direction.LOAD):
             outcome = CopyOutcome.CORRUPT
         is_done = outcome is CopyOutcome.DONE
         return JobReport(
             job=job.id,
             direction=job.direction,
             outcome=outcome,
-            copied_bytes=len(self.whole) * slot_bytes if is_done or is_remote else 0,
+            copied_bytes=len(self.whole) * slot_bytes if is_done or may_lack else 0,
             queue_s=max(now - self.accepted_at - copy_s, 0.0),
             copy_s=copy_s,
             corrupt=tuple(sorted(self.corrupt)),
             sums=tuple([self.sums[position] for position in sorted(self.sums)]) if is_done else (),
             stuck=tuple(sorted(self.stuck)),
-            missing=tuple(sorted(self.missing)) if is_remote else (),
+            missing=tuple(sorted(self.missing)) if may_lack else (),
         )
 
 
@@ -179,6 +176,7 @@ class TierJobs:
     """The jobs of one rank and one tier. Call all methods on the thread of the engine's hooks; none of them blocks.
 
     Args:
+        tier: the tier.
         calls: makes the calls to the tier. `close` closes `calls`.
         mover: copies the parts of jobs within these calls.
         slot_bytes: bytes of a host slot on this rank.
@@ -186,8 +184,14 @@ class TierJobs:
     """
 
     def __init__(
-        self, calls: BlockingCalls[Any], mover: Mover, slot_bytes: int, monotonic: Callable[[], float]
+        self,
+        tier: Tier,
+        calls: BlockingCalls[Any],
+        mover: Mover,
+        slot_bytes: int,
+        monotonic: Callable[[], float],
     ) -> None:
+        self._tier = tier
         self.calls = calls
         self._mover = mover
         self._slot_bytes = slot_bytes
@@ -195,16 +199,15 @@ class TierJobs:
         self._reports: list[JobReport] = []
         self._reported: bool | None = None
 
-    def submit(self, jobs: Iterable[AnyJob]) -> None:
-        """Queue jobs. Jobs that cannot be started are reported as failed."""
-        for job in jobs:
-            parts = [Part(job, positions) for positions in self._mover.positions_of(job)]
-            opened = _OpenJob(job, self._monotonic(), len(parts))
-            is_put = job.direction is Direction.STORE
-            copy, use = (self._mover.put, None) if is_put else (self._mover.get, self._mover.fill)
-            for part in parts:
-                ended = partial(self._part_ended, opened, part)
-                self.calls.submit(partial(copy, part), ended, use, is_write=is_put, job=job.id)
+    def submit(self, job: AnyJob) -> None:
+        """Queue a job. A job that cannot be started is reported as failed."""
+        parts = [Part(job, positions) for positions in self._mover.positions_of(job)]
+        opened = _OpenJob(job, self._monotonic(), len(parts))
+        is_put = job.direction is Direction.STORE
+        copy, use = (self._mover.put, None) if is_put else (self._mover.get, self._mover.fill)
+        for part in parts:
+            ended = partial(self._part_ended, opened, part)
+            self.calls.submit(partial(copy, part), ended, use, is_write=is_put, job=job.id)
 
     def cancel(self, jobs: Collection[JobId]) -> None:
         """Start no further reads for the fetches `jobs`. Call this when no request waits for them."""
@@ -221,7 +224,8 @@ class TierJobs:
         works = self.calls.works
         is_new = bool(reports) or works is not self._reported
         self._reported = works
-        return TierReport(reports, works, is_new, file, tuple(self.calls.faults.values()))
+        status = TierStatus(self._tier, works, file, tuple(self.calls.faults.values()))
+        return TierReport(reports, is_new, status)
 
     def close(self) -> None:
         """Accept no more jobs."""

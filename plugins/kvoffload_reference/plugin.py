@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import kvoffload
 from kvoffload.checks import memory
 from kvoffload.checks.startup import examine_rank, log_warnings
-from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity, groups_of, with_key
 from kvoffload.disk.tier_key import TierKey, read_tier_key
 from kvoffload.engine.plugin import EngineFacts, GroupFacts, SchedulerPlugin, WorkerPlugin
@@ -18,9 +17,9 @@ from kvoffload.model.engine import EngineIdentity, EngineShape, Promises
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, Rank
 from kvoffload.model.wire import TransferPlan
-from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.runtime.tier_kinds import Places, places_of
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.host_memory import advise_host_bytes
 from kvoffload.transfer.layout import layout_of
@@ -64,8 +63,7 @@ class ReferencePlugin:
         self._make_copier = make_copier
         self._promises = promises or Promises(hands_off_states=True)
         self._portal = portal or Portal("kvoffload")
-        self._disk: DiskPlace | None = None
-        self._remote: RemotePlace | None = None
+        self._places: Places = {}
         self._tier_key: TierKey | None = None
         self.offload: SchedulerSide | None = None
         self.workers: list[WorkerSide] = []
@@ -81,10 +79,7 @@ class ReferencePlugin:
         shape = shape_of(engine, self._promises)
         self._tier_key = read_tier_key(self._config.tier_key_file)
         identity = with_key(_identity_of(engine, shape, self._config), self._tier_key)
-        if self._config.disk_path is not None:
-            self._disk = DiskPlace(self._config.disk_path, lambda: identity)
-        if self._config.remote_url is not None:
-            self._remote = RemotePlace(parse_address(self._config.remote_url), lambda: identity.fingerprint)
+        self._places = places_of(self._config, lambda: identity)
         self.offload = SchedulerSide(
             shape,
             self._config,
@@ -92,8 +87,7 @@ class ReferencePlugin:
             portal=self._portal,
             clocks=self._clocks,
             identity=_IDENTITY,
-            disk=self._disk,
-            remote=self._remote,
+            places=self._places,
             tier_key=self._tier_key,
         )
         return ReferenceScheduler(self.offload, self._portal.close)
@@ -107,8 +101,7 @@ class ReferencePlugin:
             self._portal,
             clock=self._clock,
             copier=copier,
-            disk=self._disk,
-            remote=self._remote.address if self._remote is not None else None,
+            places=self._places,
             tier_key=self._tier_key,
         )
         self.workers.append(worker)

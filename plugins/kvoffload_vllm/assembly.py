@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from kvoffload.checks.check import Setup
 from kvoffload.checks.startup import examine, examine_rank, log_warnings
-from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import groups_of
 from kvoffload.disk.tier_key import TierKey, read_tier_key
 from kvoffload.logs import ROOT
@@ -21,9 +20,9 @@ from kvoffload.model.engine import EngineIdentity
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import Tier
-from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
+from kvoffload.runtime.tier_kinds import Places, places_of
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.payload import Changes
 from kvoffload.telemetry.spans import check_exporter
@@ -58,7 +57,10 @@ def start_scheduler(
     join_logging()
     groups, config = _check(vllm_config, kv_cache_config)
     key = read_tier_key(config.tier_key_file)
-    identification, disk, remote = _lower_tiers(vllm_config, config, groups, key)
+    identification = _identification(vllm_config, config, groups, key)
+    places: Places = {}
+    if identification is not None:
+        places = places_of(config, identification.identify, _replica(vllm_config))
     device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
     offload = SchedulerSide(
         groups.shape,
@@ -68,8 +70,7 @@ def start_scheduler(
         identity=EngineIdentity(
             "vllm", version("vllm"), str(vllm_config.model_config.model), _replica(vllm_config)
         ),
-        disk=disk,
-        remote=remote,
+        places=places,
         tier_key=key,
     )
     if groups.shape.state_key_ends:
@@ -110,18 +111,13 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
     key = read_tier_key(config.tier_key_file)
     parallel, portal = vllm_config.parallel_config, Portal("kvoffload")
     identity: Future[KVIdentity] = Future()
-    disk = None
-    if config.disk_path is not None:
-        disk = DiskPlace(config.disk_path, identity.result, _replica(vllm_config))
-    store = None if config.remote_url is None else parse_address(config.remote_url)
     local_ranks = getattr(parallel, "local_world_size", None)
     offload = WorkerSide(
         Rank(parallel.rank),
         parallel.world_size,
         config,
         portal,
-        disk=disk,
-        remote=store,
+        places=places_of(config, identity.result, _replica(vllm_config)),
         local_ranks=local_ranks,
         tier_key=key,
     )
@@ -154,12 +150,10 @@ def _replica(vllm_config: VllmConfig) -> int:
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
-def _lower_tiers(
+def _identification(
     vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups, key: TierKey | None = None
-) -> tuple[Identification | None, DiskPlace | None, RemotePlace | None]:
-    """Return the KV identification, the disk tier's place and the remote tier's place. An unused tier's place is None.
-
-    Each data-parallel engine has its own files on the disk. All data-parallel engines share the remote tier.
+) -> Identification | None:
+    """Return how the engine's KV is identified on lower tiers; None without one.
 
     Raises:
         ConfigError: other processes could not find this engine's blocks in a lower tier; the message lists every
@@ -167,24 +161,17 @@ def _lower_tiers(
     """
     from vllm import envs
 
-    if config.disk_path is None and config.remote_url is None:
-        return None, None, None
+    if not config.has_tiers:
+        return None
     by_hand = config.weights_id
     if problems := find_problems(vllm_config, has_identity=by_hand is not None):
         raise ConfigError(problems)
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     log_warnings(examine([block_hashes(algorithm)], Setup(config=config)))
     memory = config.disk_path or Path(envs.VLLM_CACHE_ROOT, "kvoffload")
-    identification = Identification(
+    return Identification(
         lambda: find_identity(vllm_config, groups_of(groups.shape), groups.hash_tokens, memory, by_hand, key)
     )
-    disk = remote = None
-    if config.disk_path is not None:
-        disk = DiskPlace(config.disk_path, identification.identify, _replica(vllm_config))
-    if config.remote_url is not None:
-        address = parse_address(config.remote_url)
-        remote = RemotePlace(address, lambda: identification.identify().fingerprint)
-    return identification, disk, remote
 
 
 def _check(

@@ -20,6 +20,7 @@ from kvoffload.model.wire import Tier
 from kvoffload_vllm.assembly import start_scheduler, start_worker
 from kvoffload_vllm.layout import layout_of_caches, meaning_of_caches, preferred_layout
 from kvoffload_vllm.metadata import KVOffloadMetadata
+from kvoffload_vllm.places import PLACES
 from kvoffload_vllm.scheduler import VllmScheduler
 from kvoffload_vllm.stats import KVOffloadPromMetrics, KVOffloadStats
 from kvoffload_vllm.worker import VllmWorker
@@ -41,10 +42,6 @@ try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # vLLM before 0.32 does not distinguish hits by their source
     CacheHitSource = None
-    _SOURCES = {}
-else:
-    # vLLM has no source for a remote tier.
-    _SOURCES = {Tier.DISK: CacheHitSource.DISK, Tier.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED}
 
 
 class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # the type checker runs without vLLM
@@ -123,9 +120,8 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
     ) -> dict[CacheHitSource, int]:
         """Return how many of the tokens came from each tier. vLLM versions before 0.32 do not call this method."""
         fetched = self.offload.fetched_tokens(request.request_id, num_external_tokens)
-        counts = {_SOURCES[tier]: tokens for tier, tokens in fetched.items()}
-        counts[CacheHitSource.HOST] = num_external_tokens - sum(fetched.values())
-        return {source: tokens for source, tokens in counts.items() if tokens}
+        counts = {Tier.HOST: num_external_tokens - sum(fetched.values()), **fetched}
+        return {CacheHitSource(PLACES[tier].source): tokens for tier, tokens in counts.items() if tokens}
 
     # -- both sides ---------------------------------------------------------------------------------------------
 

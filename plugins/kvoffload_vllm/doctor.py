@@ -193,8 +193,7 @@ def block_hashes(algorithm: str) -> Check:
     """
 
     def find(setup: Setup) -> Finding:
-        has_tiers = setup.config.disk_path is not None or setup.config.remote_url is not None
-        if algorithm in _HASHES or not has_tiers:
+        if algorithm in _HASHES or not setup.config.has_tiers:
             return ok(f"blocks are found by {algorithm}")
         return warn(
             f"blocks below the host are found by {algorithm}, for which prompts with equal hashes can be searched: a tenant "

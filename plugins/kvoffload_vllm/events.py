@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.model.ids import BlockKey
 from kvoffload.model.wire import Tier
 from kvoffload_vllm.groups import VllmGroups
+from kvoffload_vllm.places import PLACES
 from kvoffload_vllm.pool_device import GROUP_BYTES, group_suffix, split_key
 
 if TYPE_CHECKING:
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
     from kvoffload.core.key_index import KeyIndex
     from kvoffload_vllm.pool_device import VllmDevice
 
-# The words that vLLM's events use for each tier. LOCAL means the machine that publishes the event.
-_PLACES = {
-    Tier.HOST: {"medium": "CPU", "locality": "LOCAL"},
-    Tier.DISK: {"medium": "STORAGE", "locality": "LOCAL"},
-    Tier.REMOTE: {"medium": "STORAGE", "locality": "REMOTE"},
-}
 _TOKEN = "i"  # `array`'s code for a signed integer of four bytes
 
 
@@ -239,7 +234,7 @@ class TierEvents:
                 block_hash, number = split_key(key)
                 gone.setdefault(number, []).append(self._wire.hash(block_hash))
         for number, hashes in gone.items():
-            yield self._wire.removed(block_hashes=hashes, group_idx=number, **_PLACES[tier])
+            yield self._wire.removed(block_hashes=hashes, group_idx=number, **PLACES[tier].where)
         for key in _parents_first(came):
             yield self._stored(tier, key, came[key])
 
@@ -267,7 +262,7 @@ class TierEvents:
             group_idx=number,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
-            **_PLACES[tier],
+            **PLACES[tier].where,
         )
 
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from kvoffload.logs import get_logger
 from kvoffload.model.facts import NO_LIMITS, Limits
-from kvoffload.model.wire import Tier
+from kvoffload.model.wire import LOWER_TIERS, Tier
+from kvoffload_vllm.places import PLACES, Place
 
 log = get_logger("scheduler")
 
-_PLACES = {Tier.DISK: ("STORAGE", "LOCAL"), Tier.REMOTE: ("STORAGE", "REMOTE")}
 _ALLOWED = {
     "max_load_tokens": "a non-negative integer",
     "max_offload_tokens": "a non-negative integer",
@@ -59,9 +59,7 @@ class LimitReader:
         wanted = [place for entry in entries if (place := self._place(entry)) is not None]
         if entries and not wanted:
             return None
-        return tuple(
-            [tier for tier, place in _PLACES.items() if any(_matches(each, place) for each in wanted)]
-        )
+        return tuple([tier for tier in LOWER_TIERS if any(_matches(each, PLACES[tier]) for each in wanted)])
 
     def _place(self, entry: object) -> tuple[str | None, ...] | None:
         """Return an entry's medium and locality, each None for any; None if the entry has another form."""
@@ -87,5 +85,5 @@ class LimitReader:
             )
 
 
-def _matches(wanted: tuple[str | None, ...], place: tuple[str, str]) -> bool:
-    return all(each is None or each == part for each, part in zip(wanted, place, strict=True))
+def _matches(wanted: tuple[str | None, ...], place: Place) -> bool:
+    return all(each is None or each == part for each, part in zip(wanted, place, strict=False))

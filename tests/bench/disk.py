@@ -205,7 +205,7 @@ class _Tier:
         way = Direction.STORE if is_spill else Direction.LOAD
         slots, places = tuple(map(SlotId, self._slots)), tuple(map(SlotId, self._places))
         sums = () if is_spill else self._sums
-        self._copies.submit([CopyJob(JobId(self._jobs), way, Tier.DISK, slots, places, sums)])
+        self._copies.submit(CopyJob(JobId(self._jobs), way, Tier.DISK, slots, places, sums))
         self._threads.wait()
         found = self._copies.take()
         assert found is not None

@@ -13,11 +13,12 @@ import numpy as np
 from kvoffload.cli.exits import CommandError
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
+from kvoffload.core.tiers import DiskTier
 from kvoffload.disk.folder import DiskPlace, make_folder
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.index import Entries, IndexHeader, new_generation, record_type, start_index
 from kvoffload.model.engine import EngineShape
-from kvoffload.model.facts import DiskRestored
+from kvoffload.model.facts import TierRestored
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, Rank
 from kvoffload.model.wire import DiskFile, TransferReport
@@ -25,6 +26,7 @@ from kvoffload.runtime.disk_catalog import DiskCatalog
 from kvoffload.runtime.portal import Portal
 from tests.bench.engineless import CountedBlocks
 from tests.bench.lines import Line, line
+from tests.core.below import disk_of, statuses
 
 _RANKS, _KEY_BYTES = 2, 33  # the length of a group number and a SHA-256 hash
 _TIMEOUT_S = 600
@@ -80,7 +82,7 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
     """Open the index. Return the seconds until the core has all blocks, and the seconds of each core step."""
     group = GroupSpec(GroupId(0), AttentionKind.FULL, 16)
     shape = EngineShape((group,), ranks=_RANKS, device_blocks=64, step_tokens=64)
-    core = OffloadCore(shape, Policy(disk_min_hits=1), CountedBlocks(64))
+    core = OffloadCore(shape, Policy(tiers=((DiskTier, 1),)), CountedBlocks(64))
     portal = Portal("kvoffload-bench")
     index = DiskCatalog(
         DiskPlace(folder, lambda: identity), _RANKS, portal, asyncio.sleep, closes_in_s=_TIMEOUT_S
@@ -89,28 +91,28 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
     try:
         began = time.perf_counter()
         index.ranks_reported(
-            [TransferReport(Rank(rank), (), 0, disk_file=file) for rank, file in enumerate(files)]
+            [TransferReport(Rank(rank), (), 0, below=statuses(file)) for rank, file in enumerate(files)]
         )
         steps = list(_steps(core, index))
         took = time.perf_counter() - began
     finally:
         index.close()
         portal.close()
-    if core.state.disk is None or len(core.state.disk.pool.index) != blocks:
+    if len(disk_of(core.state).pool.index) != blocks:
         raise CommandError(f"the index of {blocks} blocks in {folder} was not opened")
     return took, steps
 
 
 def _steps(core: OffloadCore, index: DiskCatalog) -> Iterator[float]:
     """Pass the index to the core in steps. Yield each step's processor time, which excludes other load."""
-    while index.is_opening:
-        if not index.due:
+    while index.is_restoring:
+        if not index.news:
             time.sleep(1e-3)
             continue
         (fact,) = index.take_facts()
         began = time.thread_time()
-        if isinstance(fact, DiskRestored):
-            core.lower_tiers.disk_restored(fact)
+        if isinstance(fact, TierRestored):
+            core.tier_store.restored(fact)
             yield time.thread_time() - began
 
 

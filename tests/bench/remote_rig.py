@@ -30,7 +30,7 @@ from kvoffload.remote.mooncake_child import load_client
 from kvoffload.remote.store import open_store
 from kvoffload.remote.values import TRAILER_BYTES
 from kvoffload.runtime.portal import DaemonExecutor
-from kvoffload.runtime.worker_side import REMOTE_THREADS
+from kvoffload.runtime.tier_kinds import REMOTE_THREADS
 from kvoffload.transfer.remote import RemoteMover, batch_blocks, remote_calls
 from kvoffload.transfer.tier_jobs import TierJobs
 
@@ -71,7 +71,7 @@ class TierWay:
         threads = DaemonExecutor("bench-remote", REMOTE_THREADS)
         calls = remote_calls(connect, threads, time.monotonic, TIMEOUT_S, side="bench")
         mover = RemoteMover(0, 1, rig.arena)
-        self._copies = TierJobs(calls, mover, rig.arena.layout.slot_bytes, time.monotonic)
+        self._copies = TierJobs(Tier.REMOTE, calls, mover, rig.arena.layout.slot_bytes, time.monotonic)
         self._calls = calls
         self._namespace = f"bench/{secrets.token_hex(16)}"
         self._draw = random.Random(0)
@@ -115,7 +115,7 @@ class TierWay:
         self._jobs += 1
         slots = tuple(map(SlotId, self._slots))
         keys = tuple(self._keys)
-        self._copies.submit([CopyJob(JobId(self._jobs), way, Tier.REMOTE, slots, keys, self._namespace)])
+        self._copies.submit(CopyJob(JobId(self._jobs), way, Tier.REMOTE, slots, keys, self._namespace))
         while (found := self._copies.take()) is None or not found.jobs:
             time.sleep(_POLL_S)
         (report,) = found.jobs

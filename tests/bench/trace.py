@@ -22,6 +22,7 @@ from typing import NamedTuple
 from kvoffload.checks.options import positive
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
+from kvoffload.core.tiers import DiskTier, RemoteTier
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.engine import EngineShape
@@ -32,6 +33,7 @@ from tests.bench.engineless import CountedBlocks
 from tests.bench.lines import Line
 from tests.bench.results import add_output_arguments, give_out
 from tests.bench.trace_file import GROUP, SECONDS_IN, Prompt, Trace, read_trace
+from tests.core.below import statuses
 
 _BATCH = 64  # the most keys that one call to the remote tier reads or writes
 _DEVICE_TOKENS = 2**21
@@ -187,18 +189,19 @@ class CoreEngine:
         self._device = CountedBlocks(device_blocks)
         group = GroupSpec(GROUP, AttentionKind.FULL, block_tokens)
         shape = EngineShape((group,), ranks=1, device_blocks=device_blocks, step_tokens=_DEVICE_TOKENS)
-        policy = Policy(disk_min_hits=1 if tiers.disk else None, remote_min_hits=tiers.share_after)
+        kinds = (DiskTier, 1 if tiers.disk else None), (RemoteTier, tiers.share_after)
+        policy = Policy(tiers=tuple([(kind, hits) for kind, hits in kinds if hits is not None]))
         self._core = OffloadCore(shape, policy, self._device)
         self._works = tiers.share_after is not None
         self._slots, self._steps, self._served = tiers.host, 0, 0
         self.count: Counter[str] = Counter()
         self._report()
-        lower = self._core.lower_tiers
+        below = self._core.tier_store
         if tiers.disk:
             places = tuple(map(SlotId, range(tiers.disk)))
-            lower.disk_restored(facts.DiskRestored(tiers.disk, free=places, is_last=True))
+            below.restored(facts.TierRestored(Tier.DISK, tiers.disk, free=places, is_last=True))
         if self._works:
-            lower.remote_opened(facts.RemoteOpened("trace"))
+            below.opened(facts.TierOpened(Tier.REMOTE, "trace"))
 
     def serve(self, prompt: Prompt) -> None:
         """Run one request from its arrival to its end, and all of its copies."""
@@ -221,12 +224,12 @@ class CoreEngine:
         self.count["hit"] += hit
 
     def _answer(self) -> None:
-        remote, lower = self._core.state.remote, self._core.lower_tiers
-        for request, keys in remote.take_asks() if remote is not None else ():
+        remote, lower = self._core.state.asked, self._core.lower_tiers
+        for request, keys in remote.take_for_catalog() if remote is not None else ():
             self.count["asked"] += len(keys)
             found = tuple(key for key in keys if key in self._store)
             missing = tuple(key for key in keys if key not in self._store)
-            lower.remote_answered(facts.RemoteAnswered(request, "trace", found, missing))
+            lower.answered(facts.TierAnswered(Tier.REMOTE, request, "trace", found, missing))
 
     def _step(self, *progress: facts.Progress) -> None:
         self._steps += 1
@@ -234,8 +237,8 @@ class CoreEngine:
         self._report(*map(self._copied, self._core.plan().jobs))
         self._core.take_results()
         self._core.state.tally.take(everything=True)
-        if self._core.state.disk is not None:
-            self._core.state.disk.take_records()
+        if (disk := self._core.state.by_name.get(Tier.DISK)) is not None:
+            disk.take_for_catalog()
 
     def _copied(self, job: AnyJob) -> JobReport:
         is_store = job.direction is Direction.STORE
@@ -249,8 +252,8 @@ class CoreEngine:
         return JobReport(job.id, job.direction, CopyOutcome.DONE, 0, 0.0, 0.0, sums=sums)
 
     def _report(self, *jobs: JobReport) -> None:
-        report = TransferReport(Rank(0), jobs, self._slots, remote_works=self._works)
-        self._core.transfer_reported(facts.TransferReported(report))
+        report = TransferReport(Rank(0), jobs, self._slots, below=statuses(remote_works=self._works or None))
+        self._core.state.reported(report)
 
 
 # -- results ----------------------------------------------------------------------------------------------------

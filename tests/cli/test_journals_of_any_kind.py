@@ -89,7 +89,7 @@ def test_property_facts_with_arbitrary_values(stream: list[tuple[dict[str, Any],
 @pytest.fixture
 def journal(tmp_path: Path) -> Path:
     path = tmp_path / "journal"
-    path.write_text('{"seq":1,"t":1.0,"event":"DiskClosed"}\n')
+    path.write_text('{"seq":1,"t":1.0,"event":"TierClosed","tier":"disk"}\n')
     return path
 
 

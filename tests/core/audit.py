@@ -16,6 +16,7 @@ from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.model.ids import NULL_BLOCK, SlotId
 from kvoffload.model.wire import Direction, Tier
+from tests.core.below import disk_of
 
 if TYPE_CHECKING:
     from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -30,9 +31,10 @@ def audit(core: OffloadCore) -> list[str]:
     """Return one line for each broken invariant, without changing the core. Large pools make this slow."""
     state, stores = core.state, core.stores
     problems = [*core.audit(), *_without_pool(state, stores), *_slots(state), *pool_problems(state.pool)]
-    if state.disk is not None:
-        has = {slot for slot, has_block in enumerate(state.disk.has_block) if has_block}
-        found = set(state.disk.pool.index.values())
+    if Tier.DISK in state.by_name:
+        disk = disk_of(state)
+        has = {slot for slot, has_block in enumerate(disk.has_block) if has_block}
+        found = set(disk.pool.index.values())
         if has != found:
             problems.append(f"{len(has)} slots of the disk have checksums, {len(found)} can be found")
     for tier in state.tiers:

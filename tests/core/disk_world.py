@@ -18,6 +18,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import Direction, DiskJob, Invalidate, JobReport, Put, Tier
+from tests.core.below import disk_of
 from tests.core.lower_world import LowerWorld
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, keys_of
 
@@ -56,27 +57,26 @@ class DiskWorld(LowerWorld):
             self.open()
 
     def _make_core(self, policy: Policy) -> OffloadCore:
-        return super()._make_core(replace(policy, disk_min_hits=self.min_hits))
+        return super()._make_core(replace(policy, tiers=((DiskTier, self.min_hits), *policy.tiers)))
 
     @property
     def disk(self) -> DiskTier:
-        assert self.core.state.disk is not None
-        return self.core.state.disk
+        return disk_of(self.core.state)
 
     def open(self) -> None:
         """Read the rest of the index, a few entries at a time."""
         while self.unread:
             self.tell(self.unread.pop(0))
 
-    def _parts(self, size: int) -> Iterator[facts.DiskRestored]:
+    def _parts(self, size: int) -> Iterator[facts.TierRestored]:
         """Yield the index in parts. On a smaller disk, only the most recently used entries keep their slots."""
         puts = list(self.index.values())[-self.disk_size :]
         self.index = OrderedDict((put.slot, put) for put in puts)
         slots = max(self.disk_size, max(self.index, default=-1) + 1)
         free = [SlotId(slot) for slot in range(slots) if slot not in self.index][: self.disk_size - len(puts)]
         for start in range(0, max(len(puts), 1), size):
-            yield facts.DiskRestored(slots, tuple(puts[start : start + size]))
-        yield facts.DiskRestored(slots, free=tuple(free), is_last=True)
+            yield facts.TierRestored(Tier.DISK, slots, tuple(puts[start : start + size]))
+        yield facts.TierRestored(Tier.DISK, slots, free=tuple(free), is_last=True)
 
     def die(self, *, loses_tail: bool) -> None:
         """Kill the engine while it writes. With `loses_tail`, a power failure also loses unsynced entries."""
@@ -156,7 +156,7 @@ class DiskWorld(LowerWorld):
                 assert is_right, f"place {place} can hit, but holds {held.get(place)!r}"
 
     def _write_index(self) -> None:
-        records = self.disk.take_records()
+        records = self.disk.take_for_catalog()
         if records:
             self.synced = self.index.copy()
         for record in records:

@@ -10,7 +10,7 @@ from kvoffload.model.causes import CopyOutcome, TierOutcome
 from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId
-from kvoffload.model.wire import Direction, Tier
+from kvoffload.model.wire import Direction, Tier, TierStatus
 from tests.core.world import DONE, Req, World, keys_of
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -151,5 +151,5 @@ class LowerWorld(World):
         move = getattr(self, f"_{copied.tier.value}_{copied.direction.value}")  # as `_disk_store`
         self._tell_report(rank, move(rank, copied, outcome, corrupt, **details))
 
-    def _reachable(self, rank: int) -> dict[str, Any]:
-        return {f"{tier.value}_works": rank not in ranks for tier, ranks in self.failing.items()}
+    def _statuses(self, rank: int) -> tuple[TierStatus, ...]:
+        return tuple([TierStatus(tier, rank not in ranks) for tier, ranks in self.failing.items()])

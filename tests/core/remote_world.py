@@ -14,6 +14,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, RequestId
 from kvoffload.model.wire import JobReport, RemoteJob, Tier
+from tests.core.below import remote_of
 from tests.core.disk_world import DiskWorld
 from tests.core.lower_world import LowerWorld
 from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, Req, keys_of
@@ -62,16 +63,15 @@ class RemoteWorld(LowerWorld):
     def _make_core(self, policy: Policy) -> OffloadCore:
         # each audit checks all hints, so many hints would make the tests slow
         with patch("kvoffload.core.tiers.MOST_HINTS", self.hints):
-            return super()._make_core(replace(policy, remote_min_hits=self.min_hits))
+            return super()._make_core(replace(policy, tiers=(*policy.tiers, (RemoteTier, self.min_hits))))
 
     @property
     def remote(self) -> RemoteTier:
-        assert self.core.state.remote is not None
-        return self.core.state.remote
+        return remote_of(self.core.state)
 
     def reach(self) -> None:
         """Report to the core that the remote tier answers, and which namespace it uses."""
-        self.tell(facts.RemoteOpened(self.namespace))
+        self.tell(facts.TierOpened(Tier.REMOTE, self.namespace))
 
     def reset(self) -> None:
         """Reset the cache: from now on, only blocks that this engine writes are found."""
@@ -91,8 +91,8 @@ class RemoteWorld(LowerWorld):
         `answer`.
         """
         request = super().add(name, text, reads_cache=reads_cache, limits=limits)
-        asks = self.remote.take_asks()
-        self.asked += [Ask(*ask, self.namespace) for ask in asks]
+        asks = self.remote.take_for_catalog()
+        self.asked += [Ask(request, keys, self.namespace) for request, keys in asks]
         if answers:
             self.answer()
         return request
@@ -108,7 +108,7 @@ class RemoteWorld(LowerWorld):
         lacks = [key for key in ask.keys if key not in has]
         if how == "fails":
             has, lacks = [], []
-        self.tell(facts.RemoteAnswered(ask.request, ask.namespace, tuple(has), tuple(lacks)))
+        self.tell(facts.TierAnswered(Tier.REMOTE, ask.request, ask.namespace, tuple(has), tuple(lacks)))
 
     def _remote_store(
         self,

@@ -18,6 +18,7 @@ from kvoffload.model.events import BlocksEvicted, BlocksOffered, OffloadingDegra
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId, SlotId
 from kvoffload.model.wire import Direction
 from tests.core.audit import audit
+from tests.core.below import disk_of
 from tests.core.disk_world import DiskWorld
 from tests.core.world import TEXT, DevicePool, World
 
@@ -108,8 +109,7 @@ LEFT: dict[str, Callable[[OffloadCore], object]] = {
 
 
 def disk(core: OffloadCore) -> DiskTier:
-    assert core.state.disk is not None
-    return core.state.disk
+    return disk_of(core.state)
 
 
 def a_spill() -> Spill:

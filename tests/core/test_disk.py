@@ -7,20 +7,21 @@ import pytest
 from msgspec import structs
 
 from kvoffload.core.jobs import Fetch, Spill
+from kvoffload.core.lower_tiers import MOST_STEPS
 from kvoffload.core.machine import SlotState
 from kvoffload.core.match import Match, longest_match
 from kvoffload.core.request import RequestRecord
-from kvoffload.core.tier_copies import MOST_STEPS
 from kvoffload.core.tiers import LayeredIndex
 from kvoffload.model import facts
 from kvoffload.model.causes import EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import (
     BlocksEvicted,
-    DiskBlocksEvicted,
-    DiskOpened,
     LookupDeferred,
+    TierBlocksEvicted,
+    TierReady,
 )
 from kvoffload.model.ids import SlotId
+from kvoffload.model.wire import Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
 from tests.core.world import FAILED, keys_of
@@ -75,7 +76,7 @@ def test_a_lookup_does_not_search_while_it_waits_for_a_fetch(monkeypatch: pytest
 def test_no_tier_is_searched_if_none_has_the_next_block(monkeypatch: pytest.MonkeyPatch) -> None:
     world = DiskWorld.holding(TEXT, host=16)
     world.serve("head", OTHER[:9])
-    searches = searches_of("tier_copies", monkeypatch)
+    searches = searches_of("lower_tiers", monkeypatch)
     world.add("late", OTHER)
     assert searches == []
 
@@ -180,7 +181,7 @@ def test_r17_a_slot_is_invalidated_before_it_is_written_again() -> None:
     assert world.index == {}
     world.settle()
     assert (world.below(TEXT), world.below(OTHER)) == ("....", "xxx.")
-    assert world.reported(DiskBlocksEvicted) == [DiskBlocksEvicted(3, EvictionCause.SPACE)]
+    assert world.reported(TierBlocksEvicted) == [TierBlocksEvicted(Tier.DISK, 3, EvictionCause.SPACE)]
 
 
 def test_r16_a_host_slot_under_a_hanging_read_is_never_allocated_again() -> None:
@@ -369,7 +370,7 @@ def test_a_smaller_disk_keeps_the_most_recently_used_blocks_of_all_slots() -> No
     first = DiskWorld.holding(TEXT, OTHER, disk=6)
     assert sorted(first.index) == list(range(6))
     second = DiskWorld(before=first, disk=4)
-    assert second.reported(DiskOpened) == [DiskOpened(4, 4)]
+    assert second.reported(TierReady) == [TierReady(Tier.DISK, 4, 4)]
     assert (second.below(TEXT), second.below(OTHER)) == ("x...", "xxx.")
     assert second.disk.pool.room == 4
     second.serve_twice(THIRD)

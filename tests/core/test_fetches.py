@@ -7,12 +7,12 @@ import pytest
 from kvoffload.core.jobs import Jobs, Owner, Spill
 from kvoffload.core.machine import SlotState
 from kvoffload.core.request import RequestRecord
-from kvoffload.core.tiers import LayeredIndex, LowerTier
+from kvoffload.core.tiers import DiskTier, LayeredIndex, LowerTier
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import LookupAnswered, LookupDeferred, TierCopyScheduled
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId, Rank, RequestId, SlotId
-from kvoffload.model.wire import Tier, TransferReport
+from kvoffload.model.wire import Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
 from tests.core.remote_world import RemoteWorld, TieredWorld
@@ -39,7 +39,7 @@ def test_only_the_fetched_part_of_a_hit_counts_as_fetched() -> None:
     world.only_on_host(TEXT[:5])
     assert world.admit(world.fetched("late")) == 12
     answer = world.reported(LookupAnswered)[-1]
-    assert (answer.hit_tokens, answer.disk_tokens, answer.remote_tokens) == (12, 8, 0)
+    assert (answer.hit_tokens, answer.fetched) == (12, ((Tier.DISK, 8),))
 
 
 def test_a_hit_from_three_tiers_counts_each_token_for_the_tier_that_had_it() -> None:
@@ -51,7 +51,7 @@ def test_a_hit_from_three_tiers_counts_each_token_for_the_tier_that_had_it() -> 
     request = world.fetched("late")
     assert world.admit(request) == 12
     answer = world.reported(LookupAnswered)[-1]
-    assert (answer.hit_tokens, answer.disk_tokens, answer.remote_tokens) == (12, 4, 4)
+    assert (answer.hit_tokens, answer.fetched) == (12, ((Tier.DISK, 4), (Tier.REMOTE, 4)))
     assert world.core.fetched_tokens(request.name, 12) == {Tier.DISK: 4, Tier.REMOTE: 4}
     assert world.core.fetched_tokens(request.name, 8) == {Tier.DISK: 4, Tier.REMOTE: 0}
     assert world.core.fetched_tokens(RequestId("unknown"), 12) == {}
@@ -65,7 +65,7 @@ def test_after_a_preemption_the_fetched_blocks_are_found_on_the_host() -> None:
     world.preempt(request)
     world.device.forget_keys()
     assert world.admit(request) == 12
-    assert [each.disk_tokens for each in world.reported(LookupAnswered)[-2:]] == [12, 0]
+    assert [each.fetched for each in world.reported(LookupAnswered)[-2:]] == [((Tier.DISK, 12),), ()]
 
 
 DISK, REMOTE = Tier.DISK, Tier.REMOTE
@@ -156,7 +156,7 @@ def test_a_request_that_ends_before_its_lookup_cancels_its_fetch() -> None:
     request = world.add("late", TEXT)
     world.end(request)
     assert world.copied(LOAD, TierOutcome.CANCELLED) == 3
-    assert world.idle_step().disk == ()
+    assert world.idle_step().below == ()
     assert world.copies == {}
     assert world.below(TEXT) == "xxx."
 
@@ -298,9 +298,9 @@ def test_a_warm_start_waits_until_host_memory_is_ready() -> None:
 
 def test_r10_a_reset_ends_the_warm_start() -> None:
     world = restarted(TEXT)
-    assert world.core.lower_tiers.is_due
+    assert world.core.tier_store.is_due
     world.reset()
-    assert not world.core.lower_tiers.is_due
+    assert not world.core.tier_store.is_due
     world.settle()
     assert fetches(world) == []
 
@@ -320,15 +320,15 @@ def ended(tier: LowerTier, number: int, *, last: int = 0, is_load_open: bool = F
 
 
 def test_a_spill_holds_at_most_64_mib_and_an_eighth_of_the_host() -> None:
-    tier = LowerTier(Tier.DISK, 1, Jobs(1))
-    tier.rank_reported(TransferReport(Rank(0), (), ready_slots=0, slot_bytes=2**20))
+    tier = DiskTier(1, Jobs(1), [Rank(0)])
+    tier.rank_reported(Rank(0), 2**20, works=True)
     assert (tier.spill_slots(10_000), tier.spill_slots(80), tier.spill_slots(1)) == (64, 10, 1)
     tier.slot_bytes = 2**30
     assert tier.spill_slots(10_000) == 1
 
 
 def test_a_load_during_spills_halves_the_spill_limit_once() -> None:
-    tier = LowerTier(Tier.DISK, 1, Jobs(1))
+    tier = DiskTier(1, Jobs(1), [Rank(0)])
     assert ended(tier, 0, last=3, is_load_open=True) == 1 / 2
     assert ended(tier, 3, is_load_open=True) == 1 / 2
     assert [ended(tier, number, is_load_open=True) for number in (4, 5, 6)] == [1 / 4, 1 / 8, 1 / 8]

@@ -8,6 +8,7 @@ from kvoffload.core.machine import SlotState
 from kvoffload.core.tiers import MOST_ASKED
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, TierOutcome
+from kvoffload.model.wire import Tier
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT
 from tests.core.remote_world import RemoteWorld, Value
 from tests.core.world import GARBAGE, World, full, keys_of, window
@@ -40,7 +41,7 @@ def test_a_lookup_waits_until_the_remote_tier_has_answered() -> None:
     assert other.lookup(request) is None
     assert other.tier_jobs(LOAD) == []
     # An answer without keys reports that the query could not be made.
-    other.tell(facts.RemoteAnswered(request.name, other.remote.namespace))
+    other.tell(facts.TierAnswered(Tier.REMOTE, request.name, other.remote.namespace))
     assert other.admit(request) == 0
     assert other.miss() is MissCause.NEVER_SEEN
     other.run(request)
@@ -194,7 +195,7 @@ def test_r4_r17_a_value_of_another_writer_on_one_rank_is_used_by_no_rank() -> No
 
 
 def lost(world: RemoteWorld) -> None:
-    world.tell(facts.RemoteLost())
+    world.tell(facts.TierLost(Tier.REMOTE))
 
 
 @pytest.mark.parametrize("lose", [RemoteWorld.fails, lost])
@@ -245,8 +246,8 @@ def test_r18_a_new_generation_drops_the_hints_of_the_previous_one() -> None:
     _, other = two(host=32)
     other.add("late", TEXT)
     assert other.below(TEXT) == "xxx."
-    other.tell(facts.RemoteOpened("print/two"))
+    other.tell(facts.TierOpened(Tier.REMOTE, "print/two"))
     assert other.below(TEXT) == "...."
     name, keys = other.requests["late"].name, tuple(keys_of(TEXT, full()))
-    other.tell(facts.RemoteAnswered(name, "print/one", keys))
+    other.tell(facts.TierAnswered(Tier.REMOTE, name, "print/one", keys))
     assert other.below(TEXT) == "...."

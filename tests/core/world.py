@@ -39,7 +39,16 @@ from kvoffload.model.events import (
 )
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, JobId, Rank, RequestId, SlotId
-from kvoffload.model.wire import AnyJob, DeviceJob, Direction, JobReport, Tier, TransferPlan, TransferReport
+from kvoffload.model.wire import (
+    AnyJob,
+    DeviceJob,
+    Direction,
+    JobReport,
+    Tier,
+    TierStatus,
+    TransferPlan,
+    TransferReport,
+)
 from tests.core.audit import audit
 from tests.core.fingerprint import fingerprint
 from tests.keys import block_key
@@ -332,7 +341,7 @@ class World:
         for answer in new:
             if isinstance(answer, LookupAnswered):
                 assert (answer.cause is None) == (answer.opted_out or not answer.miss_blocks), answer
-                assert 0 <= answer.disk_tokens + answer.remote_tokens <= answer.hit_tokens, answer
+                assert 0 <= sum(count for _, count in answer.fetched) <= answer.hit_tokens, answer
         self.log += new
         self.blocks_on_host += sum(map(_blocks_gained, new))
         results = self.core.take_results()
@@ -590,13 +599,13 @@ class World:
 
     def _tell_report(self, rank: int, *parts: JobReport) -> None:
         self.last_reports[Rank(rank)] = TransferReport(
-            Rank(rank), parts, self.ready, is_growing=self.is_growing, **self._reachable(rank)
+            Rank(rank), parts, self.ready, is_growing=self.is_growing, below=self._statuses(rank)
         )
         self.tell(facts.TransferReported(self.last_reports[Rank(rank)]))
 
-    def _reachable(self, rank: int) -> dict[str, Any]:
-        """Return which lower tiers the rank reports as working."""
-        return {}
+    def _statuses(self, rank: int) -> tuple[TierStatus, ...]:
+        """Return what the rank reports about lower tiers."""
+        return ()
 
     def report_all(self, rank: int, outcome: CopyOutcome = DONE) -> None:
         """End one rank's copies of all open jobs."""

@@ -158,7 +158,7 @@ def _check_store(world: RemoteWorld) -> None:
         is_there = job.tier is not Tier.REMOTE or job.settled or job.extra == remote.namespace != ""
         assert is_there, f"R18: job {job.id} is of the generation {job.extra!r}, not {remote.namespace!r}"
     assert not remote.pool.index or remote.namespace, "R18: blocks are known without a generation"
-    assert not remote.asks, "queries for the remote tier were not taken"
+    assert not remote.for_catalog, "queries for the remote tier were not taken"
 
 
 def _check_disk(scene: Scene, world: DiskWorld) -> None:

@@ -267,7 +267,7 @@ def _lose(scene: Scene, *ranks: int) -> None:
     if ranks:
         _remote(scene).fails(*ranks, tier=Tier.REMOTE)
     else:
-        scene.world.tell(facts.RemoteLost())
+        scene.world.tell(facts.TierLost(Tier.REMOTE))
 
 
 def _take(scene: Scene, number: int, value: Value | None = None) -> None:
@@ -303,7 +303,7 @@ _ACTS: dict[str, Callable[..., object]] = {
     "open": lambda scene: scene.world.tell(_disk(scene).unread.pop(0)),
     "works": lambda scene, rank: _disk(scene).fails(rank, works=True),
     "spoil": lambda scene, rank, place: _disk(scene).spoil_place(rank, SlotId(place)),
-    "close": lambda scene: scene.world.tell(facts.DiskClosed()),
+    "close": lambda scene: scene.world.tell(facts.TierLost(Tier.DISK)),
     "restart": lambda scene, how: scene.restart(loses_tail=how == "cut"),
     "answer": _answer,
     "reach": _reach,

@@ -21,6 +21,7 @@ from kvoffload.engine import Engine, SamplingParams, Token
 from kvoffload.model.events import TierCopyEnded
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.core.audit import audit_side
+from tests.core.below import disk_of
 from tests.engine.tiny import assert_same, taken, tiny_config
 from tests.reference.rig import BLOCK, LAYERS, TOLERANCE, config_of, slot_bytes, text
 
@@ -55,8 +56,7 @@ class Driven:
         self.offload = self.plugin.offload
         self.offload.bus.count(TierCopyEnded, self._note)
         state, until = self.offload.core.state, time.monotonic() + opens_in_s
-        disk = state.disk
-        assert disk is not None
+        disk = disk_of(state)
         while not (state.pool.capacity and (disk.is_open or disk.is_closed)) and time.monotonic() < until:
             self.engine.step()
             time.sleep(0.001)
@@ -78,8 +78,7 @@ class Driven:
     def state(self) -> dict[str, Any]:
         assert audit_side(self.offload) == []
         assert self.offload.degraded is None
-        disk = self.offload.core.state.disk
-        assert disk is not None
+        disk = disk_of(self.offload.state)
         return {
             "copies": self.copies,
             "blocks": len(disk.pool.index),

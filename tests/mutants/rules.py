@@ -18,14 +18,15 @@ from msgspec import structs
 from kvoffload.core.block_tables import BlockTables
 from kvoffload.core.jobs import Failure, Fetch, InFlight, Job, Jobs, Leases, Load, Spill, Store
 from kvoffload.core.loads import Loads
+from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.request import Requests
 from kvoffload.core.slots import LruOrder, SlotPool, count, uncount
 from kvoffload.core.stores import Stores
-from kvoffload.core.tier_copies import Fetches, LowerTiers, Spills, _Copies
+from kvoffload.core.tier_store import Fetches, Spills, _Copies
 from kvoffload.core.tiers import DiskTier, RemoteTier
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
-from kvoffload.model.facts import RemoteAnswered, StepScheduled
+from kvoffload.model.facts import StepScheduled, TierAnswered
 from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank, RequestId, SlotId
 from kvoffload.model.wire import JobReport, TransferPlan
 from kvoffload.remote.values import Shard
@@ -224,11 +225,10 @@ def r14_shared_load_never_ends() -> list[Patch]:
 
 
 def r14_an_answer_ends_no_wait() -> list[Patch]:
-    def remote_answered(self: LowerTiers, fact: RemoteAnswered) -> None:
-        assert self._state.remote is not None
-        self._state.remote.note(fact.found, fact.missing)
+    def answered(self: LowerTiers, fact: TierAnswered) -> None:
+        self.store.answered(fact)
 
-    return [(LowerTiers, "remote_answered", remote_answered)]
+    return [(LowerTiers, "answered", answered)]
 
 
 def r15_the_head_of_a_prefix_is_evicted_first() -> list[Patch]:

@@ -20,6 +20,7 @@ from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.telemetry.exporter import KVOffloadCollector
 from tests.captured_logs import capture_logs
 from tests.conservation import conservation
+from tests.core.below import disk_of
 from tests.reference.rig import BLOCK, KINDS, TIMEOUT_S, Rig, open_loads, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
@@ -199,8 +200,7 @@ def test_r18_a_reset_before_the_index_was_read_removes_its_blocks(start: StartEn
         assert second.offload.reset()
         assert not list(tmp_path.glob("disk/*/replica0/index")), "a process killed now leaves it to the next"
         leave_on_disk(second)
-        assert second.offload.core.state.disk is not None
-        assert second.offload.core.state.disk.is_open
+        assert disk_of(second.offload.state).is_open
         second.assert_clean()
     assert fetched(start()) == 0
 
@@ -242,14 +242,13 @@ def test_on_a_smaller_disk_the_blocks_of_the_remaining_slots_are_found(
     assert min(old, new) > 2
     smaller = {"disk_bytes": 4096 + new * (-slot_bytes("full") // 4096 * -4096)}
     made = start(extra={**smaller, **key})
-    assert made.offload.core.state.disk is not None
-    assert made.offload.core.state.disk.pool.room == new
+    assert disk_of(made.offload.state).pool.room == new
     gauges = made.offload.gauges()
     slots = [count for (tier, _), count in gauges["kvoffload_slots"].items() if tier == "disk"]
     assert gauges["kvoffload_capacity_slots"]["disk",] == sum(slots) == new
     [path] = tmp_path.glob("disk/*/replica0/slots0")
     assert path.stat().st_blocks * 512 < smaller["disk_bytes"] + 64 * 1024
-    assert len(made.offload.core.state.disk.pool.index) == new
+    assert len(disk_of(made.offload.state).pool.index) == new
     made.run(MORE[0])
     assert copied(made, Direction.LOAD) == min(old, new)
     assert copied(made, Direction.LOAD, TierOutcome.CORRUPT) == 0

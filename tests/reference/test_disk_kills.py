@@ -29,6 +29,7 @@ from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.wire import Direction, DiskRecord, Invalidate, Put
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.core.audit import audit_side
+from tests.core.below import disk_of
 from tests.disk.fork_server import forking
 from tests.engine.tiny import assert_same, taken
 from tests.reference.rig import BLOCK, TOLERANCE, config_of, plain, slot_bytes, text
@@ -62,8 +63,7 @@ class Served:
         assert self.plugin.offload is not None
         self.fetched = 0
         self.plugin.offload.bus.count(TierCopyEnded, self._copied)
-        disk = self.plugin.offload.core.state.disk
-        assert disk is not None
+        disk = disk_of(self.plugin.offload.state)
         self.disk = disk
         while not disk.is_open:
             self.engine.step()

@@ -40,7 +40,7 @@ class Served:
 
     @property
     def namespace(self) -> str:
-        state = self.offload.core.state.remote
+        state = self.offload.state.asked
         assert state is not None
         return state.namespace
 
@@ -62,7 +62,7 @@ class Served:
 
     def opened(self) -> Served:
         """Step until each rank has a connection and host memory, without which fetches are impossible."""
-        state = self.offload.core.state.remote
+        state = self.offload.state.asked
         assert state is not None
         self.step_until(
             lambda: (

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.model import facts
 from kvoffload.model.errors import DiskError
@@ -20,8 +21,9 @@ from kvoffload.testing import FakeClock
 from tests.captured_logs import capture_logs
 from tests.gates import ManualExecutor
 from tests.remote.fake_store import FakeStore
+from tests.runtime.parts import IDENTITY
 
-NAME = generation_name("print")
+NAME = generation_name(IDENTITY.fingerprint)
 
 
 class InlinePortal(Portal):
@@ -45,9 +47,9 @@ class World:
         self.clock, self.store = FakeClock(), FakeStore()
         self.engines: list[Engine] = []
 
-    def start(self, identity: Future[str] | None = None) -> Engine:
+    def start(self, identity: Future[KVIdentity] | None = None) -> Engine:
         """Start an engine. Its KV identity is unknown until `identity` has a result."""
-        place = RemotePlace(BucketAddress("blocks"), lambda: "print")
+        place = RemotePlace(BucketAddress("blocks"), lambda: IDENTITY)
         engine = Engine(place, 1, InlinePortal("inline"), self.clock.monotonic, 2.0, self.key)
         if identity is not None:
             engine._identified = identity
@@ -68,10 +70,10 @@ def count(lines: list[dict[str, Any]], event: str) -> int:
 
 def generation(engine: Engine) -> str:
     """Return the generation that the core uses, or ""."""
-    changes = [each for each in engine.reported if not isinstance(each, facts.RemoteAnswered)]
-    if not changes or not isinstance(changes[-1], facts.RemoteOpened):
+    changes = [each for each in engine.reported if not isinstance(each, facts.TierAnswered)]
+    if not changes or not isinstance(changes[-1], facts.TierOpened):
         return ""
-    return changes[-1].namespace.removeprefix("print/")
+    return changes[-1].namespace.removeprefix(f"{IDENTITY.fingerprint}/")
 
 
 @pytest.fixture(params=[TierKey(bytes(32)), None], ids=["key", "no key"])
@@ -90,7 +92,7 @@ def test_engines_with_one_fingerprint_share_the_first_ones_generation(world: Wor
 
 @pytest.mark.parametrize("error", [DiskError("no weights"), RecursionError("too deep")])
 def test_an_engine_without_an_identity_does_not_use_the_store(world: World, error: Exception) -> None:
-    unknown: Future[str] = Future()
+    unknown: Future[KVIdentity] = Future()
     engine = world.start(unknown)
     assert engine.opening == "identity of the weights"
     with capture_logs() as lines:
@@ -157,10 +159,10 @@ def test_an_invalid_generation_is_not_used(world: World, data: bytes) -> None:
 
 
 def test_r18_a_reset_before_the_identity_is_known_counts(world: World) -> None:
-    known = Future[str]()
+    known = Future[KVIdentity]()
     first, second = world.start(), world.start(known)
     assert second.reset()
-    known.set_result("print")
+    known.set_result(IDENTITY)
     world.step()
     assert generation(second) not in ("", generation(first))
     assert generation(world.start()) not in (generation(first), generation(second))
@@ -173,7 +175,7 @@ def test_a_reset_that_the_store_refused_is_repeated_when_the_store_works(world: 
         assert not first.reset()
     assert count(lines, "remote_generation_not_replaced") == 1
     for _ in range(3):
-        first.ask(RequestId("asks"), (BlockKey(b"key"),))
+        first.send([(RequestId("asks"), (BlockKey(b"key"),))])
         world.step()
     assert generation(first) == ""  # after three failures in a row, the core stops using the generation
     assert not first.reset()

@@ -281,7 +281,7 @@ def test_r17_values_of_another_writer_in_mooncake_are_not_used(
     server = own_mooncake("--default_kv_lease_ttl", 500)
     first, second = (start(server.url).opened() for _ in range(2))
     first.share()
-    remote, shard = first.offload.core.state.remote, Shard(first.namespace, 0, 1)
+    remote, shard = first.offload.state.asked, Shard(first.namespace, 0, 1)
     assert remote is not None
     writer = other_writer(server)
     for name in [shard.name(key) for key, _ in remote.pool.index.items()]:

@@ -124,7 +124,7 @@ def test_r18_a_mooncake_master_restored_from_a_snapshot_does_not_undo_a_reset(
     first, second = (start(server.url).opened() for _ in range(2))
     first.share()
     second.find()  # this gives the blocks a lease
-    shared, state = first.namespace, second.offload.core.state.remote
+    shared, state = first.namespace, second.offload.state.asked
     assert state is not None
     keys = [key for key, _ in state.pool.index.items() if key not in state.unconfirmed]
     assert keys

@@ -14,13 +14,14 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
-from kvoffload.model.wire import DiskFile, JobReport, TransferPlan, TransferReport
+from kvoffload.model.wire import DiskFile, JobReport, Tier, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.telemetry.counters import Snapshot
 from kvoffload.testing import FakeClock
 from kvoffload.transfer.ports import Clocks
+from tests.core.below import statuses
 from tests.runtime.manual_portal import ManualPortal
 from tests.settings import make_config
 
@@ -80,17 +81,18 @@ class Side:
         self.clock = FakeClock(100.0)
         self.pool = Pool()
         self.portal: Any = ManualPortal(self.clock) if portal is True else portal or None
+        on_disk = None if disk is None else DiskPlace(disk, lambda: IDENTITY)
+        places = {Tier.DISK: on_disk, Tier.REMOTE: remote}
         self.side = SchedulerSide(
             replace(SHAPE, ranks=ranks),
             make_config(**{"transfer_timeout_s": TIMEOUT_S, **settings}),
             self.pool,
             portal=self.portal,
             clocks=Clocks(self.clock.monotonic, self.clock.monotonic, self.clock.sleep),
-            disk=None if disk is None else DiskPlace(disk, lambda: IDENTITY),
-            remote=remote,
+            places={tier: place for tier, place in places.items() if place is not None},
         )
-        self._file = None if disk is None or not opens_files else DiskFile(b"a file's own id.", 100)
-        self._has_remote = remote is not None
+        file = None if disk is None or not opens_files else DiskFile(b"a file's own id.", 100)
+        self._statuses = statuses(file, remote_works=True if remote is not None else None)
         self.steps = 0
         self._blocks = 0
         self._slots, self._ranks = slots, ranks
@@ -135,7 +137,10 @@ class Side:
 
     def report(self, *jobs: JobReport, rank: int = 0) -> tuple[list[RequestId], list[RequestId]]:
         report = TransferReport(
-            Rank(rank), jobs, self._slots, disk_file=self._file, remote_works=self._has_remote
+            Rank(rank),
+            jobs,
+            self._slots,
+            below=self._statuses,
         )
         self.side.reported([report])
         answers = self.side.take_answers()

@@ -19,6 +19,7 @@ from kvoffload.model.ids import RequestId
 from kvoffload.model.wire import Direction, JobReport, TransferPlan
 from kvoffload.runtime import disk_catalog
 from tests.captured_logs import capture_logs
+from tests.core import below
 from tests.runtime.parts import BLOCK, IDENTITY, RELOAD, TIMEOUT_S, Side, loading, storing
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
@@ -50,14 +51,13 @@ def side(start: Start) -> Side:
 
 
 def disk_of(side: Side) -> DiskTier:
-    assert side.side.core.state.disk is not None
-    return side.side.core.state.disk
+    return below.disk_of(side.side.state)
 
 
 def end_disk_jobs(
     side: Side, plan: TransferPlan, copy_s: float = 0.0, outcome: CopyOutcome = CopyOutcome.DONE
 ) -> None:
-    for job in plan.disk:
+    for job in plan.below:
         sums = (7,) * len(job.slots) if job.direction is STORE else ()
         side.report(JobReport(job.id, job.direction, outcome, 64, 0.0, copy_s, sums=sums))
 
@@ -73,7 +73,7 @@ def spilling(side: Side, prefix: str) -> TransferPlan:
     side.ended(again)
     assert side.side.has_work
     plan = side.step()
-    assert [job.direction for job in plan.disk] == [STORE]
+    assert [job.direction for job in plan.below] == [STORE]
     return plan
 
 
@@ -88,7 +88,7 @@ def fetching(side: Side, name: str, prefix: str) -> TransferPlan:
     """Return the plan that fetches a request's prefix from the disk."""
     side.seen(name, prefix)
     plan = side.step()
-    assert [job.direction for job in plan.disk] == [LOAD]
+    assert [job.direction for job in plan.below] == [LOAD]
     return plan
 
 
@@ -133,7 +133,7 @@ def test_auto_fetches_only_prompts_that_the_disk_delivers_faster(side: Side, sec
         fetched(side, "also fast", "b", seconds=seconds)
         return
     assert side.side.lookup(side.seen("computes", "b"), 0) == 0
-    assert side.step().disk == ()
+    assert side.step().below == ()
     side.clock.jump(61.0)
     side.step()
     assert side.side.lookup(side.seen("tries again after a minute", "b"), 0) is None
@@ -161,7 +161,7 @@ def test_r16_only_the_end_of_another_copy_gives_a_copy_more_time(side: Side) -> 
         side.step()
         side.step()
         assert disk_of(side).is_usable is is_usable
-    assert [fact.job for fact in overdue] == [job.id for job in hangs.disk]
+    assert [fact.job for fact in overdue] == [job.id for job in hangs.below]
     end_disk_jobs(side, hangs)
 
 
@@ -182,7 +182,7 @@ def test_recording_index_changes_does_not_wake_the_index_thread(side: Side, tmp_
 def test_an_invalidation_is_written_at_once(side: Side) -> None:
     leave_on_disk(side, "a")
     side.portal.index.hold()
-    (job,) = fetching(side, "again", "a").disk
+    (job,) = fetching(side, "again", "a").below
     side.report(JobReport(job.id, LOAD, CopyOutcome.CORRUPT, 0, 0.0, 0.0, corrupt=(1,)))
     assert side.portal.index.waiting == 1
     side.portal.index.release()
@@ -264,7 +264,7 @@ def test_an_unusable_index_causes_one_warning_and_the_disk_starts_empty(
     assert (dropped["event"], dropped["file"], dropped["reason"]) == ("disk_index_dropped", str(path), reason)
     assert disk_of(side).is_open
     side.seen("again", "a")
-    assert side.step().disk == ()
+    assert side.step().below == ()
 
 
 def test_any_exception_on_the_index_thread_closes_the_tier(

@@ -20,7 +20,7 @@ from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.transfer.ports import Clocks
 from tests.operations import calls
 from tests.remote.fake_store import FakeStore
-from tests.runtime.parts import BLOCK, RELOAD, Side
+from tests.runtime.parts import BLOCK, IDENTITY, RELOAD, Side
 
 RUNNING = 16
 
@@ -146,7 +146,7 @@ def test_a_step_without_a_planned_job_does_not_request_a_plan(monkeypatch: pytes
 
 
 def test_a_step_without_an_answer_does_not_poll_a_store() -> None:
-    store = RemotePlace(MooncakeAddress("nowhere", 1), lambda: "print")
+    store = RemotePlace(MooncakeAddress("nowhere", 1), lambda: IDENTITY)
     with patch("kvoffload.runtime.remote_catalog.open_store", lambda *_: FakeStore()):
         plain, shared = Side(portal=True), Side(portal=True, remote=store)
     for side in (plain, shared):

@@ -10,7 +10,7 @@ import pytest
 from kvoffload.disk.folder import lock_folder, make_folder
 from kvoffload.disk.open_folder import LOCK_PAUSE_S
 from kvoffload.model.ids import Rank
-from kvoffload.model.wire import TransferReport
+from kvoffload.model.wire import Tier, TierStatus, TransferReport
 from kvoffload.remote.address import MooncakeAddress, RemotePlace
 from kvoffload.runtime.tiers_side import OPENING_S
 from kvoffload.testing import FakeClock
@@ -64,7 +64,7 @@ def test_one_warning_names_the_stage_of_a_tier_that_opens_for_over_a_minute(
         elif tier == "disk":
             side = Side(portal=True, disk=tmp_path, opens_files=stage != "slot files of the ranks")
         else:
-            side = Side(portal=True, remote=RemotePlace(MooncakeAddress("nowhere", 1), lambda: "print"))
+            side = Side(portal=True, remote=RemotePlace(MooncakeAddress("nowhere", 1), lambda: IDENTITY))
         steps(side, int(2 * OPENING_S) - 4)
         assert warned() == []
         steps(side, 4)
@@ -108,7 +108,7 @@ def test_a_disk_that_opened_or_failed_causes_no_warning(
 def test_a_disk_that_failed_behind_a_locked_folder_causes_no_warning(tmp_path: Path, warned: Warned) -> None:
     holder = lock_folder(make_folder(tmp_path, IDENTITY, 0))
     side = Side(portal=True, disk=tmp_path, opens_files=False)
-    side.side.reported([TransferReport(Rank(0), (), 8, disk_works=False)])
+    side.side.reported([TransferReport(Rank(0), (), 8, below=(TierStatus(Tier.DISK, False),))])
     holder.close()
     side.portal.advance(LOCK_PAUSE_S)
     steps(side, 200)

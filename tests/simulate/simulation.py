@@ -22,8 +22,8 @@ from kvoffload.bus.feed import run_observer
 from kvoffload.engine import Engine
 from kvoffload.logs import ROOT
 from kvoffload.model.causes import StoreOutcome
-from kvoffload.model.events import DiskOpened, Event, TierCopyEnded
-from kvoffload.model.facts import Fact, JobOverdue, RemoteOpened
+from kvoffload.model.events import Event, TierCopyEnded, TierReady
+from kvoffload.model.facts import Fact, JobOverdue, TierOpened
 from kvoffload.model.wire import Tier
 from kvoffload.telemetry.journal import line_of
 from kvoffload.transfer.ports import Clocks
@@ -125,8 +125,8 @@ class Simulation:
         # the bus counts these facts even after the core has raised
         self.offload.bus.count(JobOverdue, self._note_overdue)
         self.offload.bus.count(TierCopyEnded, self._note_copy_below)
-        self.offload.bus.count(RemoteOpened, self._check_namespace)
-        self.offload.bus.count(DiskOpened, partial(self._check_opened, was_reset=self._was_reset))
+        self.offload.bus.count(TierOpened, self._check_namespace)
+        self.offload.bus.count(TierReady, partial(self._check_opened, was_reset=self._was_reset))
         self._was_reset = False
         for name in scenario.observers:
             self._observe(name)
@@ -190,9 +190,8 @@ class Simulation:
     def reset(self) -> None:
         """Reset the caches, and record the namespaces in which engines may no longer find blocks."""
         self.engine.reset_prefix_cache()
-        below = self.offload._tiers_side
         replaced = self._store.replaced if self._store is not None else 0
-        self._was_reset |= below is not None and below.reset() and self.offload.disk_identity is not None
+        self._was_reset |= self.offload._tiers.reset() and self.offload.disk_identity is not None
         self._reset_namespaces |= dict.fromkeys(self._namespaces, replaced)
         self._left_namespaces |= self._namespaces
 
@@ -450,14 +449,14 @@ class Simulation:
     def _note_copy_below(self, event: TierCopyEnded) -> None:
         self.copies_below[f"{event.tier.value} {event.direction.value} {event.outcome.value}"] += event.blocks
 
-    def _check_namespace(self, fact: RemoteOpened) -> None:
+    def _check_namespace(self, fact: TierOpened) -> None:
         """Check that no engine uses a namespace from before a reset (R18)."""
         name = fact.namespace
         if name in self._left_namespaces or self.store.replaced > self._reset_namespaces.get(name, inf):
             self._complaints.append(f"{name} is used, although it is from before a reset")
         self._namespaces[name] = None
 
-    def _check_opened(self, event: DiskOpened, *, was_reset: bool) -> None:
+    def _check_opened(self, event: TierReady, *, was_reset: bool) -> None:
         """Check that no block from before a reset is found (R18).
 
         Such a block may be found only if the disk falsely reported a write or a sync as done.

@@ -20,7 +20,7 @@ from kvoffload.model.ids import BlockKey
 from kvoffload.remote import values
 from kvoffload.remote.store import FAILED, MISSING
 from kvoffload.remote.values import Shard
-from kvoffload.runtime import remote_catalog, worker_side
+from kvoffload.runtime import remote_catalog, tier_kinds
 from tests.simulate.copier import fate_of
 from tests.simulate.disk import DiskPortal, SimThread
 
@@ -244,7 +244,7 @@ class Awaited(Future[Any]):
 @contextmanager
 def in_place_of_clients(store: SimStore) -> Iterator[None]:
     with ExitStack() as stack:
-        for module in (remote_catalog, worker_side):
+        for module in (remote_catalog, tier_kinds):
             stack.enter_context(mock.patch.object(module, "open_store", store.connect))
         # each audit checks all hints, so many hints would be slow
         stack.enter_context(mock.patch.object(tiers, "MOST_HINTS", _HINTS))

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from kvoffload.model import events
 from kvoffload.model.causes import MissCause
 from kvoffload.model.events import Event, LookupAnswered
+from kvoffload.model.wire import Tier
 
 _CLASSES = [
     cls
@@ -15,6 +16,7 @@ _FIELD_TYPES = {
     int: st.integers(0, 2**40),
     float: st.floats(0, 1e3),
     str: st.text(max_size=20),
+    Tier: st.just(Tier.DISK),  # every event may be about the disk
 }
 
 

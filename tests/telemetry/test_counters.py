@@ -12,7 +12,6 @@ from kvoffload.model.causes import (
     CopyOutcome,
     Deferral,
     EvictionCause,
-    Found,
     LoadOutcome,
     MissCause,
     PinDropCause,
@@ -26,7 +25,6 @@ from kvoffload.model.events import (
     BlocksZeroed,
     BoundaryAsked,
     BoundaryMade,
-    DiskBlocksEvicted,
     Event,
     FactRejected,
     FirstTokenReached,
@@ -40,10 +38,11 @@ from kvoffload.model.events import (
     ResetStarted,
     StatesCopied,
     StoreEnded,
+    TierBlocksEvicted,
     TierCopyEnded,
     TierCopyScheduled,
 )
-from kvoffload.model.facts import Fact, RemoteAnswered
+from kvoffload.model.facts import Fact, TierAnswered
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId
 from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry.catalogue import BY_NAME, Hook, subscriber_label
@@ -83,9 +82,19 @@ def test_copies_are_counted_per_tier() -> None:
         (LookupDeferred(A, Deferral.OTHERS_LOAD, A), "lookups_deferred_total", ("others_load",), 1),
         (LookupDeferred(A, Deferral.FETCH), "lookups_deferred_total", ("fetch",), 1),
         (LookupDeferred(A, Deferral.ROOM), "lookups_deferred_total", ("room",), 1),
-        (TierCopyScheduled(JOB, Direction.STORE, 5), "tier_scheduled_blocks_total", ("disk", "store"), 5),
-        (TierCopyEnded(JOB, Direction.LOAD, 5, CORRUPT), "tier_blocks_total", ("disk", "load", "corrupt"), 5),
-        (DiskBlocksEvicted(5, EvictionCause.SPACE), "evicted_blocks_total", ("disk", "space"), 5),
+        (
+            TierCopyScheduled(JOB, Tier.DISK, Direction.STORE, 5),
+            "tier_scheduled_blocks_total",
+            ("disk", "store"),
+            5,
+        ),
+        (
+            TierCopyEnded(JOB, Tier.DISK, Direction.LOAD, 5, CORRUPT),
+            "tier_blocks_total",
+            ("disk", "load", "corrupt"),
+            5,
+        ),
+        (TierBlocksEvicted(Tier.DISK, 5, EvictionCause.SPACE), "evicted_blocks_total", ("disk", "space"), 5),
         (HitDropped(A, 5, PinDropCause.RESET), "pin_dropped_blocks_total", ("reset",), 5),
         (BlocksOffered(5), "offered_blocks_total", (), 5),
         (StatesCopied(Direction.LOAD, 5), "state_blocks_total", ("load",), 5),
@@ -123,8 +132,8 @@ def test_a_request_that_opted_out_counts_no_miss() -> None:
 
 
 def test_fetched_tokens_of_one_request_are_counted_for_both_tiers() -> None:
-    answered = LookupAnswered(A, 0, 3, 0, 48, 0, None, disk_tokens=16, remote_tokens=8)
-    reached = FirstTokenReached(A, Found.REMOTE, 0.5, 0, 24, 16, 8, 0)
+    answered = LookupAnswered(A, 0, 3, 0, 48, 0, None, ((Tier.DISK, 16), (Tier.REMOTE, 8)))
+    reached = FirstTokenReached(A, Tier.REMOTE, 0.5, 0, 24, answered.fetched, 0)
     counts = count(answered, reached).counts
     assert counts["kvoffload_fetched_tokens_total"] == {("disk",): 16, ("remote",): 8}
     assert counts["kvoffload_prompt_tokens_total"] == {("host",): 24, ("disk",): 16, ("remote",): 8}
@@ -133,8 +142,8 @@ def test_fetched_tokens_of_one_request_are_counted_for_both_tiers() -> None:
 def test_answers_of_the_remote_tier_are_counted_and_timed() -> None:
     keys = tuple(map(BlockKey, (b"one", b"two", b"three")))
     change = count(
-        RemoteAnswered(A, "print/one", keys[:2], keys[2:], 0, 0.25),
-        RemoteAnswered(A, "print/one", unanswered=7, seconds=2.0),
+        TierAnswered(Tier.REMOTE, A, "print/one", keys[:2], keys[2:], 0, 0.25),
+        TierAnswered(Tier.REMOTE, A, "print/one", unanswered=7, seconds=2.0),
     )
     assert change.counts == {
         "kvoffload_remote_asked_blocks_total": {("found",): 2, ("missing",): 1, ("none",): 7}
@@ -218,13 +227,13 @@ def test_property_miss_causes_sum_to_the_missed_blocks(stream: list[Event]) -> N
     with_disk = sum(event.blocks for event in stream if isinstance(event, TierCopyEnded))
     totals = BlocksOffered | LoadScheduled | TierCopyScheduled
     stream = [event for event in stream if not isinstance(event, totals)]
-    begun = [TierCopyScheduled(JOB, Direction.LOAD, with_disk), *stream]
+    begun = [TierCopyScheduled(JOB, Tier.DISK, Direction.LOAD, with_disk), *stream]
     snapshot = count(BlocksOffered(offered), LoadScheduled(JOB, A, scheduled, 0), *begun)
     assert conservation(snapshot, drained=True) == []
 
 
-SCHEDULED = TierCopyScheduled(JOB, Direction.STORE, 3)
-ENDED = TierCopyEnded(JOB, Direction.STORE, 3, TierOutcome.DONE)
+SCHEDULED = TierCopyScheduled(JOB, Tier.DISK, Direction.STORE, 3)
+ENDED = TierCopyEnded(JOB, Tier.DISK, Direction.STORE, 3, TierOutcome.DONE)
 
 
 @pytest.mark.parametrize(

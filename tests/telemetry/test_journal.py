@@ -22,17 +22,17 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import BlocksOffered, Event, OffloadingDegraded, StoreEnded
 from kvoffload.model.facts import (
     BlocksAllocated,
-    DiskRestored,
     Fact,
     JobOverdue,
     Progress,
     RequestEnded,
     RequestSeen,
     StepScheduled,
+    TierRestored,
     TransferReported,
 )
 from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId, SlotId
-from kvoffload.model.wire import Direction, JobReport, Put, TransferReport
+from kvoffload.model.wire import Direction, JobReport, Put, Tier, TransferReport
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal, JournalFile
 from kvoffload.telemetry.records import (
@@ -74,7 +74,7 @@ def test_the_ring_keeps_the_last_messages() -> None:
 REPORT = TransferReport(Rank(0), (JobReport(JobId(1), Direction.LOAD, CopyOutcome.DONE, 1, 0, 0),), 5)
 REPORT_LINE = (
     '{"rank":0,"jobs":1,"ready_slots":5,"store_share":1.0,"is_growing":false,"slot_bytes":0,"wanted_slots":0,'
-    '"lost":null,"disk_works":true,"disk_file":null,"remote_works":false,"remote_faults":0}'
+    '"lost":null,"below":0}'
 )
 STEP = StepScheduled(7, (Progress(A, 16, new_keys=KEYS),), (RequestId("b"),), (DeviceBlockId(9),))
 STEP_LINE = (
@@ -115,8 +115,8 @@ def test_at_most_one_part_of_the_disks_index_is_kept() -> None:
     journal = journal_of(bus)
     put = Put(SlotId(1), BlockKey(b"key"), (7,))
     for _ in range(65):
-        bus.publish(DiskRestored(10, (put,)))
-    summary = Summary("DiskRestored", {"slots": 10, "puts": 1, "free": [], "is_last": False})
+        bus.publish(TierRestored(Tier.DISK, 10, (put,)))
+    summary = Summary("TierRestored", {"tier": "disk", "slots": 10, "puts": 1, "free": [], "is_last": False})
     assert [message for _, _, message in journal._ring] == [summary] * 64
 
 

@@ -264,18 +264,18 @@ def test_placing_a_span_does_not_compare_it_with_every_row() -> None:
 
 
 def test_copies_to_and_from_the_disk_have_their_own_lines() -> None:
-    spill = events.TierCopyScheduled(JobId(1), Direction.STORE, 3)
-    fetch = events.TierCopyScheduled(JobId(2), Direction.LOAD, 2, A)
+    spill = events.TierCopyScheduled(JobId(1), Tier.DISK, Direction.STORE, 3)
+    fetch = events.TierCopyScheduled(JobId(2), Tier.DISK, Direction.LOAD, 2, A)
     picture = Picture(
         journal(
             (0, spill),
             (0.01, fetch),
             (0.03, replace(reported(2, Direction.LOAD, 0.0, 0.01), tier=Tier.DISK)),
             (0.05, replace(reported(1, Direction.STORE, 0.01, 0.02), tier=Tier.DISK)),
-            (0.06, events.DiskBlocksEvicted(4, EvictionCause.SPACE)),
+            (0.06, events.TierBlocksEvicted(Tier.DISK, 4, EvictionCause.SPACE)),
         )
     )
     assert picture.spans("rank 0/spills to disk")[0] == ("spill 1", 0, 50)
     assert picture.spans("rank 0/fetches from disk")[0] == ("fetch 2", 10, 30)
     assert picture.args("fetch 2")["request"] == A
-    assert picture.instants("scheduler/disk") == [("DiskBlocksEvicted", 60)]
+    assert picture.instants("scheduler/lower tiers") == [("TierBlocksEvicted", 60)]

@@ -210,7 +210,7 @@ def test_any_exception_while_opening_closes_the_disk(
     monkeypatch.setattr(os, "posix_fallocate", has_no_room)
     report = disk_at(DiskPlace(tmp_path, identify), ManualExecutor(held=False)).take()
     assert report is not None
-    assert not report.works
+    assert not report.status.works
     assert reason in caplog.text
 
 
@@ -239,6 +239,6 @@ def test_a_slot_file_in_use_is_tried_for_a_minute(
     held.close()
     report = disk.take()
     assert report is not None
-    assert (report.works, sum(pauses)) == (is_released, 30 if is_released else 60)
+    assert (report.status.works, sum(pauses)) == (is_released, 30 if is_released else 60)
     assert caplog.text.count("disk_in_use") == 1
     assert caplog.text.count("disk_not_opened") == (not is_released)

@@ -73,7 +73,7 @@ class TierRig:
         job = JobId(len(self._jobs))
         self._jobs.append(places)
         targets, extra = self._job(way, places)
-        self.copies.submit([CopyJob(job, way, self.tier, tuple(map(SlotId, slots)), targets, extra)])
+        self.copies.submit(CopyJob(job, way, self.tier, tuple(map(SlotId, slots)), targets, extra))
         return job
 
     def copy(self, way: Direction, slots: Sequence[int], places: Sequence[int]) -> JobReport:
@@ -193,7 +193,7 @@ class RemoteRig(TierRig):
         self.store = store or FakeStore()
         calls = remote_calls(lambda: self.store, self.executor, self.clock.monotonic, TIMEOUT_S)
         mover = RemoteMover(RANK, 2, self.arena, self.checksums, key)
-        self.copies = TierJobs(calls, mover, self.layout.slot_bytes, self.clock.monotonic)
+        self.copies = TierJobs(Tier.REMOTE, calls, mover, self.layout.slot_bytes, self.clock.monotonic)
         self.reports()
         self.ended()
         assert calls.works

@@ -21,7 +21,7 @@ import pytest
 
 from kvoffload.model.causes import TierOutcome
 from kvoffload.model.events import TierCopyEnded
-from kvoffload.model.wire import Direction
+from kvoffload.model.wire import Direction, Tier
 from tests.vllm.engine_rig import Asked, Reported, Rig, offloading, plain
 from tests.vllm.stock import checkpoints, engines
 
@@ -56,11 +56,11 @@ class Life:
 
     @property
     def disk(self) -> Any:
-        return self.rig.side.core.state.disk
+        return self.rig.side.state.by_name.get(Tier.DISK)
 
     @property
     def remote(self) -> Any:
-        return self.rig.side.core.state.remote
+        return self.rig.side.state.asked
 
     def on_disk(self) -> int:
         return len(self.disk.pool.index)

@@ -12,7 +12,7 @@ from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Player, Turn
 from kvoffload.model.causes import MissCause
 from kvoffload.model.config import size_text
-from kvoffload.model.wire import Tier
+from kvoffload.model.wire import LOWER_TIERS, Tier
 from kvoffload.telemetry.counters import Snapshot
 
 _LOGPROB_LIMIT = 1e-3
@@ -78,7 +78,7 @@ def tier_numbers(counted: Snapshot) -> Numbers:
             "read_blocks": counted.count("kvoffload_tier_blocks_total", tier.value, "load", "done"),
             "read_bytes": counted.count("kvoffload_transfer_bytes_total", tier.value, "load"),
         }
-        for tier in (Tier.DISK, Tier.REMOTE)
+        for tier in LOWER_TIERS
     }
     return {name: numbers for name, numbers in tiers.items() if any(numbers.values())}
 

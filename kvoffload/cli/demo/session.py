@@ -26,7 +26,7 @@ from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Answers, Player, Turn, TurnId, make_conversations, warm_up
 from kvoffload.cli.demo.results import Numbers
 from kvoffload.cli.exits import CommandError, Exit
-from kvoffload.model.wire import Tier
+from kvoffload.model.wire import LOWER_TIERS
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
 
@@ -163,15 +163,13 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
     while True:
         # The process id is the prompt's seed, so that a lower tier has no blocks of the prompt from an earlier run.
         await warm_up(engine, options.first_tokens, os.getpid())
-        states = {tier_state(offload, tier) for tier in (Tier.DISK, Tier.REMOTE)}
+        states = {tier_state(offload, tier) for tier in LOWER_TIERS}
         is_open = states <= {TierState.OPEN, None}
         if (offload.core.state.pool.capacity and is_open) or clock() > deadline:
             break
         await asyncio.sleep(_POLL_S)
     if options.killed_in is not None and not is_open:
-        raise CommandError(
-            f"the disk or the remote tier is not open after {_TIMEOUT_S:g} s; the log is above"
-        )
+        raise CommandError(f"a lower tier is not open after {_TIMEOUT_S:g} s; the log is above")
 
 
 async def _play(options: DemoOptions, engines: Engines, answers: Answers, screen: Screen) -> Numbers:

@@ -37,7 +37,12 @@ def cache_config(*groups: Any, num_blocks: int = 100, **fields: object) -> Any:
 
 
 def vllm_config(**changes: Any) -> Any:
-    settings: dict[str, Any] = {"kv_role": "kv_both", "enable_prefix_caching": True, "world_size": 4}
+    settings: dict[str, Any] = {
+        "kv_role": "kv_both",
+        "enable_prefix_caching": True,
+        "world_size": 4,
+        "data_parallel_index": 0,
+    }
     settings |= {"decode_context_parallel_size": 1, "max_num_batched_tokens": 512, "draft": None, **changes}
 
     def part(*names: str) -> Any:
@@ -47,7 +52,7 @@ def vllm_config(**changes: Any) -> Any:
         kv_transfer_config=part("kv_role"),
         cache_config=part("enable_prefix_caching"),
         scheduler_config=part("max_num_batched_tokens"),
-        parallel_config=part("world_size", "decode_context_parallel_size"),
+        parallel_config=part("world_size", "data_parallel_index", "decode_context_parallel_size"),
         speculative_config=settings["draft"],
     )
 

@@ -62,7 +62,7 @@ def test_hashes_with_findable_collisions_log_one_warning_at_the_start(
     )
     nothing: Any = None
     with capture_logs() as lines:
-        assembly._lower_tiers(given, make_config(disk_path=disk), nothing)
+        assembly._identification(given, make_config(disk_path=disk), nothing)
     assert [line["check"] for line in lines if line["event"] == "doctor_warning"] == warned
 
 

@@ -16,7 +16,8 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import BlockKey, JobId, Rank, SlotId
 from kvoffload.model.wire import CopyJob, Direction, Tier, TransferPlan, TransferReport
-from kvoffload.remote.address import MooncakeAddress
+from kvoffload.remote.address import MooncakeAddress, RemotePlace
+from kvoffload.runtime.tier_kinds import Places
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock
 from kvoffload.transfer.layout import DeviceLayout
@@ -62,9 +63,9 @@ CASES: dict[str, tuple[Callable[[], DeviceLayout], bool]] = {
 
 
 class Worker:
-    def __init__(self, layout: DeviceLayout, **tiers: Any) -> None:
+    def __init__(self, layout: DeviceLayout, places: Places) -> None:
         self.portal, settings = ManualPortal(FakeClock()), OffloadConfig(host_bytes=2**20, disk_bytes=2**20)
-        self.side = WorkerSide(Rank(0), 1, settings, self.portal, clock=self.portal.clock, **tiers)
+        self.side = WorkerSide(Rank(0), 1, settings, self.portal, clock=self.portal.clock, places=places)
         self.side.register(layout)
         self.portal.advance()
 
@@ -75,7 +76,7 @@ class Worker:
 
     def copy(self, way: Direction) -> CopyOutcome:
         job = CopyJob(JobId(1), way, Tier.REMOTE, (SlotId(0),), (BlockKey(b"key"),), "namespace")
-        self.side.start_stores(TransferPlan(remote=(job,)))
+        self.side.start_stores(TransferPlan(below=(job,)))
         (ended,) = self.report().jobs
         return ended.outcome
 
@@ -86,8 +87,9 @@ class Worker:
 
 def slot_file(folder: Path, layout: DeviceLayout) -> bytes:
     """Start a worker on this folder; return the id of the slot file that the worker opens or creates."""
-    worker = Worker(layout, disk=DiskPlace(folder, lambda: IDENTITY))
-    file = worker.report().disk_file
+    worker = Worker(layout, {Tier.DISK: DiskPlace(folder, lambda: IDENTITY)})
+    (status,) = worker.report().below
+    file = status.file
     worker.close()
     assert file is not None
     return file.file_id
@@ -111,12 +113,12 @@ def test_r18_a_worker_uses_blocks_in_a_store_only_if_their_description_is_the_sa
     make: Callable[[], DeviceLayout], monkeypatch: pytest.MonkeyPatch, *, finds: bool
 ) -> None:
     store = FakeStore()
-    monkeypatch.setattr("kvoffload.runtime.worker_side.open_store", lambda *_: store)
-    address = MooncakeAddress("nowhere", 1)
-    writer, reader = Worker(layout(), remote=address), Worker(make(), remote=address)
+    monkeypatch.setattr("kvoffload.runtime.tier_kinds.open_store", lambda *_: store)
+    places = {Tier.REMOTE: RemotePlace(MooncakeAddress("nowhere", 1), lambda: IDENTITY)}
+    writer, reader = Worker(layout(), places), Worker(make(), places)
     for worker in (writer, reader):
         worker.report()
-        assert worker.report().remote_works
+        assert [status.works for status in worker.report().below] == [True]
     assert writer.copy(Direction.STORE) is CopyOutcome.DONE
     assert reader.copy(Direction.LOAD) is (CopyOutcome.DONE if finds else CopyOutcome.CORRUPT)
     writer.close()

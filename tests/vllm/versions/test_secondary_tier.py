@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffload.core.audit import audit_host
 from kvoffload.disk.slot_file import SlotFile
 from kvoffload.model.errors import ConfigError
 from tests.captured_logs import capture_logs
@@ -134,7 +135,7 @@ def test_scene_of_qwen3_blocks_evicted_from_the_host_are_found_on_the_tier(tmp_p
         assert life.llm.llm_engine.reset_prefix_cache(reset_connector=True)
         again = life.ask()
         assert (tokens(again), cached(again)) == (tokens(expected), NONE), "nothing is found after a reset"
-        assert life.tier._cache.core.audit() == []
+        assert audit_host(life.tier._cache._state) == []
 
 
 @dataclass(frozen=True)
