@@ -58,11 +58,12 @@ class Lookups:
     ) -> int | None:
         """Return how many tokens the host adds to the device's hit, and pin their slots. None means "not yet".
 
-        A request may look up any number of times. Each lookup drops the previous one's hit.
+        A request may look up any number of times. An engine asks again in every step in which it cannot allocate. If a
+        new search would find the same, the last lookup's slots stay pinned; otherwise they are dropped.
         """
         state = self._state
-        if record.hit is not None:
-            self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
+        if record.hit is not None and self._keeps(record, record.hit, device_tokens, full_tokens):
+            return record.hit.tokens - device_tokens
         if (
             record.awaits_fetch is not None
             and may_wait
@@ -92,6 +93,34 @@ class Lookups:
         record.hit = hit
         record.waits_for = None
         return hit.tokens - device_tokens
+
+    def _keeps(self, record: RequestRecord, hit: PendingHit, device_tokens: int, full_tokens: int) -> bool:
+        """Keep the last lookup's answer and return True, or drop it and return False."""
+        if not self._is_same(record, hit, device_tokens, full_tokens):
+            self.drop(record, PinDropCause.LOOKED_UP_AGAIN)
+            return False
+        if device_tokens:
+            # The tail of the prefix is pinned; its head on the host must not be evicted before it (R15).
+            self._state.retention.used(record, device_tokens)
+        return True
+
+    def _is_same(self, record: RequestRecord, hit: PendingHit, device_tokens: int, full_tokens: int) -> bool:
+        """Return whether a search would find what the last lookup found and pinned, and nothing forbids its load.
+
+        While requests load, a search also looks whether this request must wait for them.
+        """
+        state, pool, missing = self._state, self._state.pool, hit.missing
+        if state.degraded is not None or state.stall.is_on or state.requests.reserved:
+            return False
+        was, now = (hit.device_tokens, hit.prompt_tokens), (device_tokens, record.prompt_tokens)
+        if not hit.slots or was != now or hit.losses != pool.losses or record.load_failed:
+            return False
+        if not state.shape.is_one_full_group:
+            return hit.fills == pool.fills and not (full_tokens or record.boundary or state.tiers)
+        # Only the block after the hit could make it longer.
+        if missing is None:
+            return True
+        return missing not in pool.index and not self._lower_tiers.may_have(record, missing)
 
     def _beside_loads(self, record: RequestRecord, hit: PendingHit, *, may_wait: bool) -> PendingHit | None:
         """Return what a request may load while others load or wait to run after their load; None for "not yet".
@@ -141,7 +170,7 @@ class Lookups:
             return None
         if record.boundary:
             self._state.tally.events.append(events.BoundaryAsked(record.request, record.boundary))
-        device_tokens, reached, _, cause, _ = hit
+        device_tokens, reached, _, cause, *_ = hit
         alignment = self._state.shape.alignment
         end = max(record.prompt_tokens, reached)
         tokens = min(reached, device_tokens + accepted_tokens)
@@ -192,7 +221,10 @@ class Lookups:
         cause = self._cause(record, tokens, missing, is_limited=limit < last)
         if lacks_state and cause is MissCause.NEVER_SEEN:
             cause = MissCause.NO_STATE
-        return _hit((device_tokens, tokens, slots, cause, missing))
+        pool = state.pool
+        return _hit(
+            (device_tokens, tokens, slots, cause, missing, record.prompt_tokens, pool.losses, pool.fills)
+        )
 
     def _cause(
         self, record: RequestRecord, tokens: int, missing: BlockKey | None, *, is_limited: bool

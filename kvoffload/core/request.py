@@ -45,6 +45,9 @@ class PendingHit(NamedTuple):
     # why the first block position after `tokens` missed; None if every position hit
     cause: MissCause | None
     missing: BlockKey | None = None  #: the key of the first missed block position, if that position has a key
+    prompt_tokens: int = 0  #: the request's `prompt_tokens` at the search
+    losses: int = 0  #: the host's `SlotPool.losses` at the search
+    fills: int = 0  #: the host's `SlotPool.fills` at the search
 
 
 class RequestRecord(Struct, eq=False):

@@ -155,6 +155,8 @@ class SlotPool:
         """The number of holds of each held slot."""
         self.index = KeyIndex()
         """The slots that can hit (READY or PINNED) by key. A slot must be pinned before its bytes are used."""
+        self.losses = self.fills = 0
+        """How many times a block left the index other than by eviction, and how many times blocks joined it."""
         self._freed: list[SlotId] = []
         self._fresh = 0
         self.order = LruOrder()
@@ -261,6 +263,7 @@ class SlotPool:
     def fill(self, slots: Sequence[SlotId]) -> None:
         """Let lookups find slots that every rank has written. The last slot becomes the most recently used."""
         self._move_all(slots, SlotEvent.FILL)
+        self.fills += 1
         self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # each has a key
         if unheld := self._not_held(slots):
             self.order.add(unheld)
@@ -381,6 +384,7 @@ class SlotPool:
         self._empty(ready)
         for slot in pinned:
             self._move(slot, SlotEvent.INVALIDATE)
+        self.losses += 1
         return self.index.take_all()
 
     # -- internal -----------------------------------------------------------------------------------------------
@@ -430,6 +434,7 @@ class SlotPool:
         key = self.indexed_key(slot)
         if key is not None:
             self.index.remove((key,))
+            self.losses += 1
         return key is not None
 
     def _empty(self, slots: Iterable[SlotId]) -> None:

@@ -6,11 +6,20 @@ from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import LoadOutcome, MissCause, PinDropCause, RejectionCause
 from kvoffload.model.engine import Promises
-from kvoffload.model.events import FactRejected, HitDropped, LoadScheduled, LookupAnswered, LookupDeferred
+from kvoffload.model.events import (
+    FactRejected,
+    HitDropped,
+    HitPinned,
+    LoadScheduled,
+    LookupAnswered,
+    LookupDeferred,
+)
+from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 from kvoffload.model.wire import NOTHING, Direction, TransferReport
 from tests.core.fingerprint import fingerprint
 from tests.core.world import CORRUPT, DONE, FAILED, TEXT, World, cached, full, key_at, window
+from tests.operations import calls
 
 
 def violations(world: World) -> list[RejectionCause]:
@@ -39,13 +48,71 @@ def test_r1_many_requests_fill_the_host_between_a_lookup_and_its_allocation() ->
     assert violations(world) == []
 
 
-def test_r1_a_repeated_lookup_drops_the_earlier_ones_pins() -> None:
+def test_r1_a_repeated_lookup_keeps_its_pins_while_nothing_has_changed() -> None:
     world = cached()
     late = world.add("late", TEXT)
     for _ in range(3):
         assert world.lookup(late) == 12
         assert sum(world.pool.pins.values()) == 3
-    assert drops(world) == [(PinDropCause.LOOKED_UP_AGAIN, 3)] * 2
+    assert (drops(world), len(world.reported(HitPinned))) == ([], 1)
+    world.admit(late)
+    world.load_and_run(late)
+    world.end_and_drain(late)
+
+
+@pytest.mark.parametrize(("groups", "pinned"), [([full()], 3), ([full(), window(6, group=1)], 5)])
+def test_r1_a_repeated_lookup_finds_blocks_that_have_arrived_since(
+    groups: list[GroupSpec], pinned: int
+) -> None:
+    world = World(*groups, host=32)
+    world.serve("head", TEXT[:9])
+    world.device.forget_keys()
+    late = world.add("late", TEXT)
+    assert world.lookup(late) == 8
+    world.serve("whole", TEXT)
+    world.device.forget_keys()
+    assert world.lookup(late) == 12
+    assert drops(world)[-1][0] is PinDropCause.LOOKED_UP_AGAIN
+    assert sum(world.pool.pins.values()) == pinned
+
+
+def test_r1_a_repeated_lookup_searches_again_if_the_device_has_more() -> None:
+    world = cached()
+    late = world.add("late", TEXT)
+    assert world.lookup(late) == 12
+    assert world.core.lookup(late.name, 4, may_wait=True) == 8
+    assert sum(world.pool.pins.values()) == 2
+
+
+def test_r14_a_repeated_lookup_waits_for_a_load_that_began_since() -> None:
+    world = cached()
+    late, first = world.add("late", TEXT), world.add("first", TEXT)
+    assert world.lookup(late) == 12
+    world.admit(first)
+    assert world.lookup(late) is None
+
+
+def test_r15_repeated_lookups_keep_the_head_that_the_device_has_behind_its_tail() -> None:
+    world = cached(host=8)
+    late = world.add("late", TEXT)
+    assert world.core.lookup(late.name, 4, may_wait=True) == 8
+    for number in range(12):
+        world.serve(f"r{number}", f"{number:02}" * 3)
+        assert world.core.lookup(late.name, 4, may_wait=True) == 8
+    assert world.on_host(TEXT) == "xxx"
+
+
+def test_a_repeated_lookup_of_a_long_prefix_makes_as_many_calls_as_of_a_short_one() -> None:
+    counts = []
+    for blocks in (2, 50):
+        world = World(full(), host=256, device=256)
+        text = f"{blocks:08}" + "x" * (4 * blocks)
+        world.serve("first", text)
+        world.device.forget_keys()
+        name = world.add("late", text).name
+        assert world.core.lookup(name, 0, may_wait=True)
+        counts.append(calls(lambda: world.core.lookup(name, 0, may_wait=True)))  # noqa: B023
+    assert counts[0] == counts[1] <= 7
 
 
 def test_r1_a_reset_drops_the_pins_and_the_allocation_survives_it() -> None:

@@ -84,6 +84,7 @@ class Scene:
         world.last_reports.clear()
         world.steps = 0
         _forget_steps(world)
+        _forget_counts(world)
         _renumber_jobs(world)
         _forget_bytes(world)
         if self.disk_world is not None:
@@ -123,6 +124,18 @@ def _forget_steps(world: World) -> None:
     if state.tiers:
         lower_tiers._spilled_at = lower_tiers._spilled_at - state.steps if state.degraded is None else 0
     state.steps = 0
+
+
+def _forget_counts(world: World) -> None:
+    """Keep only whether the host has lost or got blocks since a lookup."""
+    state = world.core.state
+    pool, is_one = state.pool, state.shape.is_one_full_group
+    for record in state.requests.live.values():
+        if (hit := record.hit) is not None:
+            losses = 0 if hit.losses == pool.losses else -1
+            record.hit = hit._replace(losses=losses, fills=0 if is_one or hit.fills == pool.fills else -1)
+    for each in (pool, *[tier.pool for tier in state.tiers]):
+        each.losses = each.fills = 0
 
 
 def _renumber_jobs(world: World) -> None:
