@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
+from kvoffload.model.peers import find_counterpart
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -41,14 +42,6 @@ ALIASES = {
 """Maps the configuration keys of vLLM's own connector to our settings."""
 
 _BACKEND = "kv_offload_backend"
-_NO_DISK = "belongs to another disk backend; kvoffload's own has disk_path and disk_bytes"
-_NOT_HERE = {
-    "disk_capacity_bytes": _NO_DISK,
-    "disk_buffer_slots": _NO_DISK,
-    "use_page_cache": _NO_DISK,
-    "num_cpu_blocks": "counts blocks; set host_bytes, which counts bytes, instead",
-}
-"""Keys of vLLM's own connector that are refused, each with the reason."""
 
 _RENAMED = {
     "spill_after_hits": "disk_min_hits",
@@ -221,9 +214,9 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
         key = ALIASES.get(name, name)
         kind = _TYPES_OF_VLLM.get(name) or (SETTINGS[key].type if key in SETTINGS else None)
         if kind is None:
-            near = _nearest(name)
+            near, problem = _unknown(name)
             guessed |= {ALIASES.get(near, near)} if near else set()
-            problems.append(_unknown(name, near))
+            problems.append(problem)
             continue
         if (other := typed.setdefault(key, name)) != name:
             problems.append(f"{other} and {name} both set {key}; give one of the two")
@@ -286,11 +279,15 @@ def _nearest(name: object) -> str | None:
     return next(iter(difflib.get_close_matches(_shown(name).strip("'"), known, n=1, cutoff=0.5)), None)
 
 
-def _unknown(name: str, near: str | None) -> str:
-    if name in _NOT_HERE:
-        return f"{name} {_NOT_HERE[name]}"
+def _unknown(name: object) -> tuple[str | None, str]:
+    """Return the valid key that replaces an unknown key, or None, and the error for the unknown key."""
+    if found := find_counterpart(name):
+        peer, row = found
+        ours = f"set {row.setting}" if row.setting else "it has no counterpart"
+        return row.setting or None, f"{_shown(name)} is a key of {peer}; {ours} ({row.note})"
+    near = _nearest(name)
     hint = f"did you mean {near}?" if near else f"known keys: {', '.join(SETTINGS)}"
-    return f"unknown key {_shown(name)}; {hint}"
+    return near, f"unknown key {_shown(name)}; {hint}"
 
 
 def _as_path(_: type, value: object) -> Path:

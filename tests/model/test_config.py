@@ -201,19 +201,8 @@ def test_the_error_for_an_unknown_key_names_the_nearest_key(typed: str, meant: s
     )
 
 
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [
-        ("zzz", f"unknown key 'zzz'; known keys: {', '.join(RAW)}"),
-        ("num_cpu_blocks", "num_cpu_blocks counts blocks; set host_bytes, which counts bytes, instead"),
-        *[
-            (key, f"{key} belongs to another disk backend; kvoffload's own has disk_path and disk_bytes")
-            for key in ("disk_capacity_bytes", "disk_buffer_slots", "use_page_cache")
-        ],
-    ],
-)
-def test_the_error_for_a_key_that_resembles_none_says_what_to_set(key: str, expected: str) -> None:
-    assert problems({**GIVEN, key: 1}) == (expected,)
+def test_the_error_for_a_key_that_resembles_none_lists_all() -> None:
+    assert problems({**GIVEN, "zzz": 1}) == (f"unknown key 'zzz'; known keys: {', '.join(RAW)}",)
 
 
 @pytest.mark.parametrize(
