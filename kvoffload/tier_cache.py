@@ -595,7 +595,7 @@ class TierCache:
             with self._changed:
                 if not self._is_off:
                     self._books.ask("end", self._books.advance, None)
-                    if any(self._books.side.news):
+                    if any(self._books.side.arrived):
                         event.set()
                 self._changed.notify_all()
 

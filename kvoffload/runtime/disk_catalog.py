@@ -74,7 +74,7 @@ class DiskCatalog:
 
     Attributes:
         identity: the identity of the KV in the folder; None until this process has locked the folder.
-        news: functions that each return one fact for the core. Each call of `take_facts` calls one of them.
+        arrived: functions that each return one fact for the core. Each call of `take_facts` calls one of them.
         awaits_ranks: True while a rank's report about its slot file is missing.
         opening: the current stage of opening; None after the whole index was added to `due`, or the disk has failed.
     """
@@ -97,7 +97,7 @@ class DiskCatalog:
         self._key = key
         self._executor = portal.new_executor("disk-catalog")
         self._unwritten: deque[DiskRecord] = deque()
-        self.news: deque[Callable[[], facts.Fact]] = deque()
+        self.arrived: deque[Callable[[], facts.Fact]] = deque()
         self.awaits_ranks = True
         self.faults: Mapping[RemoteFault, int] = {}
         self.poll_s = inf
@@ -137,9 +137,9 @@ class DiskCatalog:
 
     def take_facts(self) -> list[facts.Fact]:
         """Return the next fact for the core, if there is one. After a reset, facts report every slot as free."""
-        if not self.news:
+        if not self.arrived:
             return []
-        fact = self.news.popleft()()
+        fact = self.arrived.popleft()()
         if self._was_reset and isinstance(fact, facts.TierRestored) and fact.puts:
             fact = replace(fact, puts=(), free=tuple([put.slot for put in fact.puts]))
         return [fact]
@@ -147,7 +147,7 @@ class DiskCatalog:
     @property
     def is_restoring(self) -> bool:
         """Return whether the core has not received all facts about the index yet."""
-        return self.opening is not None or bool(self.news)
+        return self.opening is not None or bool(self.arrived)
 
     def send(self, records: Sequence[DiskRecord]) -> None:
         """Queue records for the index. If a slot was invalidated, write at once: the slot may be overwritten next."""
@@ -263,7 +263,7 @@ class DiskCatalog:
             blocks=len(entries),
             index_was_cut=found is not None and found.is_cut,
         )
-        self.news.extend(_parts(entries, entries.free(slots), slots))
+        self.arrived.extend(_parts(entries, entries.free(slots), slots))
         self.opening = None
         if self._was_reset:
             self._reset()
@@ -308,7 +308,7 @@ class DiskCatalog:
         if not self._has_failed:
             self._has_failed = True
             log.error("disk_closed", reason=reason, note="the engine continues without the disk")
-            self.news.append(partial(facts.TierLost, Tier.DISK))
+            self.arrived.append(partial(facts.TierLost, Tier.DISK))
             self.opening = None
 
 

@@ -91,7 +91,7 @@ class RemoteCatalog:
         self._calls = remote_calls(connect, executor, monotonic, timeout_s, side="scheduler")
         self._due: list[facts.Fact] = []
         self.faults = self._calls.faults
-        self.news = self._calls.ended
+        self.arrived = self._calls.ended
         """Ended calls. While there are ended calls, `take_facts` must be called."""
         self.awaits_ranks = self.is_restoring = False
         self._fingerprint: str | None = None

@@ -249,8 +249,8 @@ class SchedulerSide:
             self._look_at_reset()
         batch: list[object] = [fact]
         faults.apply(self.core.step_scheduled, fact, batch)
-        for news in tiers.news:
-            if news or tiers.due_at <= began:
+        for arrived in tiers.arrived:
+            if arrived or tiers.due_at <= began:
                 self._take_facts(batch)
                 break
         self.bus.dispatch(batch)

@@ -44,7 +44,7 @@ class Catalog(Protocol):
     """The scheduler's part of one lower tier."""
 
     @property
-    def news(self) -> Sized:
+    def arrived(self) -> Sized:
         """Return a container, always the same. While it is not empty, each step must call `take_facts`."""
 
     @property
@@ -65,7 +65,7 @@ class Catalog(Protocol):
 
     @property
     def poll_s(self) -> float:
-        """Return after how many seconds a step must call `take_facts` even without news; infinity for never."""
+        """Return after how many seconds a step must call `take_facts` even if nothing has arrived; infinity for never."""
 
     def take_facts(self) -> list[facts.Fact]:
         """Return facts for the core. Never waits."""

@@ -64,9 +64,9 @@ class TiersSide:
     Attributes:
         catalogs: see above.
         now: see `monotonic`.
-        news: of each catalog, a container. While one is not empty, each step calls `take_facts`.
+        arrived: of each catalog, a container. While one is not empty, each step calls `take_facts`.
         outboxes: of each tier, what its catalog must do. While one is not empty, hooks call `send`.
-        due_at: the time at which a step calls `take_facts` even without news.
+        due_at: the time at which a step calls `take_facts` even if nothing has arrived.
         awaits_ranks: True while a rank's report about a tier is missing.
     """
 
@@ -91,7 +91,7 @@ class TiersSide:
         self._drain_s = drain_s
         self._idle_since: float | None = None
         self._late_steps = 0
-        self.news = tuple([catalog.news for catalog in catalogs.values()])
+        self.arrived = tuple([catalog.arrived for catalog in catalogs.values()])
         self.outboxes = tuple([tier.for_catalog for tier, _ in self._pairs])
         self.due_at = -inf
         self._overdue_at = inf  # when the open jobs become overdue, unless a job begins or ends before

@@ -106,7 +106,7 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
 def _steps(core: OffloadCore, index: DiskCatalog) -> Iterator[float]:
     """Pass the index to the core in steps. Yield each step's processor time, which excludes other load."""
     while index.is_restoring:
-        if not index.news:
+        if not index.arrived:
             time.sleep(1e-3)
             continue
         (fact,) = index.take_facts()

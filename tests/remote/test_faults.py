@@ -230,7 +230,7 @@ def new_prompts() -> Iterator[Sequence[int]]:
 
 
 def filled(server: Mooncake) -> Iterator[Sequence[int]]:
-    """Yield new prompts, and fill Mooncake before each: it may have evicted blocks that nobody has read yet.
+    """Yield new prompts, and fill Mooncake before each: it may have evicted blocks that were not read yet.
 
     The objects are pinned, so they are never evicted. They leave no room for a block.
     """
