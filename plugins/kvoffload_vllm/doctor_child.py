@@ -149,7 +149,8 @@ def _findings(config: VllmConfig) -> dict[str, Any]:
     from kvoffload_vllm import kv_identity
 
     transfer = config.kv_transfer_config
-    draft = getattr(config.speculative_config, "draft_model_config", None)
+    speculation: Any = config.speculative_config
+    draft = getattr(speculation, "draft_model_config", None)
     has_draft = (
         draft is not None and draft is not config.model_config
     )  # n-grams have the model itself as draft
@@ -159,7 +160,7 @@ def _findings(config: VllmConfig) -> dict[str, Any]:
         "tier_problems": kv_identity.find_problems(config, has_identity=False),
         "tier_problems_with_weights_id": kv_identity.find_problems(config, has_identity=True),
         "hash_algorithm": config.cache_config.prefix_caching_hash_algo,
-        "has_draft": has_draft,
+        "drafts": None if speculation is None else speculation.method,
         "sizes": _sizes(config, has_draft=has_draft),
     }
 

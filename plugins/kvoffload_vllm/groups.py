@@ -16,6 +16,7 @@ from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId
 from kvoffload_vllm.support import (
     Features,
+    draft_tags,
     find_features,
     find_problems,
     is_needed_for_hits,
@@ -80,7 +81,7 @@ def vllm_groups(
     if problems:
         raise ConfigError(problems)
     groups = kv_cache_config.kv_cache_groups
-    ids = tuple(number for number, group in enumerate(groups) if is_needed_for_hits(group))
+    ids = tuple(number for number, group in enumerate(groups) if is_needed_for_hits(vllm_config, group))
     ahead = _with_lookahead(vllm_config, groups)
     specs = tuple(
         _translate_group(GroupId(place), number, groups[number], number in ahead)
@@ -124,12 +125,16 @@ def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, has_l
 def _with_lookahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> frozenset[int]:
     """Return the numbers of the groups in which vLLM drops a hit's last block for a draft model.
 
-    vLLM marks these groups. If vLLM drops blocks but has marked no group, vLLM drops blocks of all groups. A group with
-    the same spec as a marked group counts as marked, because vLLM matches groups with equal specs together. Recurrent
-    groups do not count: with a draft model, vLLM keeps their state one block earlier instead.
+    vLLM marks these groups. A group with the same spec as a marked group counts as marked, because vLLM matches groups
+    with equal specs together. Recurrent groups do not count: with a draft model, vLLM keeps their state one block earlier
+    instead.
+
+    vLLM before 0.33 does not know every draft layer. If it drops blocks but has marked no group, it drops blocks of all
+    groups. Newer versions know them, so if none is marked, the draft model has no KV of its own, and nothing is dropped
+    here. vLLM still drops a block of its own hits then, and a load brings this block back.
     """
     marked = [group for group in groups if getattr(group, "is_eagle_group", False)]
-    if not marked and _drops_for_draft(vllm_config):
+    if not marked and _drops_for_draft(vllm_config) and not _tags_drafts(groups):
         marked = list(groups)
     return frozenset(
         number
@@ -137,6 +142,10 @@ def _with_lookahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec])
         if any(group.kv_cache_spec == other.kv_cache_spec for other in marked)
         and kind_of(layer_specs(group.kv_cache_spec)[0]) is not AttentionKind.RECURRENT
     )
+
+
+def _tags_drafts(groups: Sequence[KVCacheGroupSpec]) -> bool:
+    return any(tag is not None for group in groups for tag in draft_tags(group))
 
 
 def _draft_tokens(vllm_config: VllmConfig) -> int:

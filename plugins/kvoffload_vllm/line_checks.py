@@ -10,7 +10,7 @@ from kvoffload.checks.check import Check, Finding, Setup, fail, ok, unknown, war
 from kvoffload.checks.launch import Launch
 from kvoffload_vllm.command_line import Line
 from kvoffload_vllm.register import NAME
-from kvoffload_vllm.support import ENCODER_DECODER, option_problems
+from kvoffload_vllm.support import DRAFTS_RUN, ENCODER_DECODER, option_problems
 
 _CORRECT = "correct these options"
 _SEGMENTS = "expandable_segments"
@@ -73,9 +73,10 @@ def _without_problems(line: Line, reply: Mapping[str, Any]) -> Finding:
         return unknown(f"what vLLM makes of them: {reasons}", reply.get("remedy", ""))
     if reply["warnings"]:
         return warn(f"vLLM {reply['version']} warns: {'; '.join(reply['warnings'])}", _CORRECT)
-    if reply["has_draft"]:
+    if reply["drafts"] not in (None, *DRAFTS_RUN):
         return warn(
-            f"vLLM {reply['version']} accepts a draft model, with which the connector was never run",
+            f"vLLM {reply['version']} accepts drafts of the method {reply['drafts']!r:.40}, with which the connector "
+            "was never run",
             "compare answers with and without kvoffload first",
         )
     return ok(f"vLLM {reply['version']} accepts them, and the connector works with them")

@@ -136,6 +136,13 @@ class VllmScheduler:
         table = tuple([block_ids[group] for group in self._groups])
         self.offload.allocated(facts.BlocksAllocated(request.request_id, table, known, num_external_tokens))
 
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Return vLLM's numbers of the groups that a load fills. vLLM may zero the blocks of all others.
+
+        vLLM versions before 0.32 do not call this method.
+        """
+        return self._groups
+
     # -- a step -------------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVOffloadMetadata:
@@ -147,13 +154,16 @@ class VllmScheduler:
         copied = tuple(DeviceBlockId(copy.dst_block_id) for copy in copies) if copies else ()
         states = self._states(output) if self._state_tokens else ()
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
-        decoding = len(scheduled)
-        if total > decoding:
-            decoding = list(scheduled.values()).count(1)  # requests with draft tokens count as prefill
+        prefill, decoding = 0, len(scheduled)
+        if total > decoding and output.scheduled_spec_decode_tokens:
+            prefill, decoding = _count_prefill(output)
+        elif total > decoding:
+            decoding = list(scheduled.values()).count(1)
+            prefill = total - decoding
         progress, late = self._progress.step(output, states)
         reallocated = (*copied, *late) if late and self.offload.watches_blocks else copied
         fact = facts.StepScheduled(
-            self._progress.steps, progress, preempted, reallocated, total - decoding, decoding, states
+            self._progress.steps, progress, preempted, reallocated, prefill, decoding, states
         )
         plan = self.offload.step(fact)
         # The answers go to the workers, because vLLM accepts the end of a load only from workers.
@@ -257,3 +267,13 @@ class VllmScheduler:
                     place = RequestId(request), group, tokens // size - 1
                     states.append(facts.StateHandedOff(*place, key, DeviceBlockId(block)))
         return tuple(states)
+
+
+def _count_prefill(output: SchedulerOutput) -> tuple[int, int]:
+    """Return how many tokens a step with drafts prefills, and how many requests only decode in it.
+
+    A request that only decodes computes one token and its drafts.
+    """
+    scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    prefills = [tokens for name, tokens in scheduled.items() if tokens > 1 + len(drafts.get(name, ()))]
+    return sum(prefills), len(scheduled) - len(prefills)

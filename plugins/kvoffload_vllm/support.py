@@ -2,8 +2,9 @@
 
 With an unsupported configuration, the connector refuses to start, so that vLLM never uses a wrong block.
 
-For a prefix hit, vLLM needs blocks of every group except the groups that it rebuilds (`prefix_cacheable` is False). So
-kvoffload supports a model only if it can copy every needed group.
+For a prefix hit, vLLM needs blocks of every group except the groups that it rebuilds (`prefix_cacheable` is False) and the
+groups of a draft model that reads only the current step. So kvoffload supports a model only if it can copy every needed
+group.
 """
 
 from __future__ import annotations
@@ -49,6 +50,15 @@ NEEDED = (
 )
 """The attributes that vLLM's base class for connectors must have."""
 
+ONE_STEP_DRAFTS = ("dflash", "dspark")
+"""The methods whose draft model writes its KV from the target's hidden states of the current step.
+
+No step computes a hit's tokens, so vLLM itself has no such KV for them on the device, and a hit must not depend on it.
+"""
+
+DRAFTS_RUN = ("draft_model", "eagle", "ngram")
+"""The methods of speculative decoding with which the connector was run, by vLLM's names."""
+
 ENCODER_DECODER = (
     "the model is an encoder-decoder: vLLM finds none of its blocks by their prefix, so there is nothing to offload; serve it "
     "without kvoffload"
@@ -93,9 +103,17 @@ def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
     return tuple(wrapped.values()) if wrapped else (spec,)
 
 
-def is_needed_for_hits(group: KVCacheGroupSpec) -> bool:
-    """Return whether vLLM needs blocks of a group for a prefix hit."""
-    return bool(getattr(group.kv_cache_spec, "prefix_cacheable", True))
+def draft_tags(group: KVCacheGroupSpec) -> list[bool | None]:
+    """Return whether each layer of a group belongs to a draft model. vLLM before 0.33 does not say; then None."""
+    return [getattr(spec, "is_draft", None) for spec in layer_specs(group.kv_cache_spec)]
+
+
+def is_needed_for_hits(vllm_config: VllmConfig, group: KVCacheGroupSpec) -> bool:
+    """Return whether a prefix hit needs blocks of a group."""
+    if not getattr(group.kv_cache_spec, "prefix_cacheable", True):
+        return False
+    method = getattr(vllm_config.speculative_config, "method", None)
+    return method not in ONE_STEP_DRAFTS or not all(draft_tags(group))
 
 
 def _lacking(features: Features) -> str:
@@ -108,10 +126,10 @@ def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, featu
         return [_lacking(features)]
     groups = kv_cache_config.kv_cache_groups
     problems = [*_check_settings(vllm_config), *_check_tiers(kv_cache_config)]
-    for number, group in enumerate(groups):
-        if is_needed_for_hits(group):
-            problems += _check_group(number, layer_specs(group.kv_cache_spec), features)
-    if not any(map(is_needed_for_hits, groups)):
+    needed = [number for number, group in enumerate(groups) if is_needed_for_hits(vllm_config, group)]
+    for number in needed:
+        problems += _check_group(number, layer_specs(groups[number].kv_cache_spec), features)
+    if not needed:
         problems.append("no KV cache of the model is found by its prefix, so there is nothing to offload")
     if len(groups) > 1 and not features.reports_failed_loads:
         problems.append(

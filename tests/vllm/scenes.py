@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,8 @@ BLOCK_TOKENS: Mapping[checkpoints.Kind, int] = {
 
 class Steered(GatedCopier):
     """Copies immediately. With `fails`, loads fail. With `lies`, they report success and leave zeros: in the states of
-    a model with recurrent layers, or otherwise in every loaded block.
+    a model with recurrent layers, or otherwise in every loaded block. With `lies_in`, they lie only in these memory
+    regions.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Steered(GatedCopier):
         self.rig: Rig | None = None
         self.fails = False
         self.lies = False
+        self.lies_in: Collection[int] | None = None
 
     def submit(self, direction: Direction, runs: Any, fences: Sequence[Any]) -> GatedTicket:
         if direction is Direction.LOAD and self.fails:
@@ -54,12 +56,12 @@ class Steered(GatedCopier):
         ticket = super().submit(direction, runs, fences)
         if direction is Direction.LOAD and self.lies:
             assert self.rig is not None
-            for address, size in _loaded_pages(self.rig):
+            for address, size in _loaded_pages(self.rig, self.lies_in):
                 ctypes.memset(address, 0, size)
         return ticket
 
 
-def _loaded_pages(rig: Rig) -> Iterator[tuple[int, int]]:
+def _loaded_pages(rig: Rig, regions: Collection[int] | None) -> Iterator[tuple[int, int]]:
     """Yield the address and the size of each page that an open load has filled and `Steered` may overwrite."""
     groups = dict(zip(rig.connector._groups, rig.side.shape.groups, strict=True))
     recurrent = [number for number, group in groups.items() if group.kind is AttentionKind.RECURRENT]
@@ -69,7 +71,9 @@ def _loaded_pages(rig: Rig) -> Iterator[tuple[int, int]]:
         for slot, block in zip(job.slots, job.targets, strict=True):
             key = state.pool.key(slot)
             if key is not None and key[-4:] in suffixes:
-                for region in rig.pump._arena.layout.regions:
+                for number, region in enumerate(rig.pump._arena.layout.regions):
+                    if regions is not None and number not in regions:
+                        continue
                     yield region.address + block * region.block_stride, region.page_bytes
 
 

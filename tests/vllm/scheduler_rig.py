@@ -24,6 +24,8 @@ def adapter(
     report_every: int = 1,
     now: Callable[[], float] = time.monotonic,
     windows: Sequence[int] = (),
+    groups: Sequence[Any] | None = None,
+    draft: Any = None,
     **settings: Any,
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the scheduler's side and the block pool, for one full-attention group and groups with sliding windows.
@@ -35,6 +37,8 @@ def adapter(
         report_every: the number of steps from one progress report to the next.
         now: the clock for the time between metric messages.
         windows: the tokens of the window of each further group.
+        groups: other groups, in place of all these.
+        draft: vLLM's configuration of speculative decoding, if any.
         settings: the connector's settings.
     """
     from vllm.v1.core.block_pool import BlockPool
@@ -48,19 +52,20 @@ def adapter(
     from kvoffload_vllm.support import Features
 
     hash_tokens = hash_tokens or block_tokens
-    groups = vllm_groups(
-        vllm_config(world_size=1, max_num_batched_tokens=step_tokens),
-        cache_config(
+    if groups is None:
+        groups = [
             group(full(block_tokens)),
             *[group(window(tokens, block_tokens)) for tokens in windows],
-            num_blocks=BLOCKS + 1,
-        ),
+        ]
+    translated = vllm_groups(
+        vllm_config(world_size=1, max_num_batched_tokens=step_tokens, draft=draft),
+        cache_config(*groups, num_blocks=BLOCKS + 1),
         features=Features(),
         sizes=(block_tokens, hash_tokens),
     )
-    device = VllmDevice(groups.partly_hashed)
-    side = SchedulerSide(groups.shape, parse_config({"host_bytes": 1 << 20, **settings}), device)
-    scheduler = VllmScheduler(side, device, groups, Changes(side, now), lambda: None, report_every)
+    device = VllmDevice(translated.partly_hashed)
+    side = SchedulerSide(translated.shape, parse_config({"host_bytes": 1 << 20, **settings}), device)
+    scheduler = VllmScheduler(side, device, translated, Changes(side, now), lambda: None, report_every)
     pool = BlockPool(BLOCKS + 1, True, hash_tokens)
     scheduler.bind_gpu_block_pool(pool)
     try:
@@ -86,9 +91,18 @@ def table(blocks: Sequence[int]) -> Any:
 
 
 def step_output(
-    request: Any, tokens: int, *, is_new: bool = False, is_preempted: bool = False, new_blocks: Any = None
+    request: Any,
+    tokens: int,
+    *,
+    is_new: bool = False,
+    is_preempted: bool = False,
+    new_blocks: Any = None,
+    drafts: int = 0,
 ) -> Any:
-    """Return a step with only this request: new, running or preempted. If `request` is None, the step has none."""
+    """Return a step with only this request: new, running or preempted. If `request` is None, the step has none.
+
+    The last `drafts` of its tokens are drafts.
+    """
     names = [] if request is None else [request.request_id]
     runs = [] if is_preempted else names
     old = [] if is_new else runs
@@ -96,6 +110,7 @@ def step_output(
         preempted_req_ids=set(names) if is_preempted else set(),
         num_scheduled_tokens=dict.fromkeys(runs, tokens),
         total_num_scheduled_tokens=tokens,
+        scheduled_spec_decode_tokens=dict.fromkeys(runs, [-1] * drafts) if drafts else {},
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=old, new_block_ids=[new_blocks] * len(old), resumed_req_ids=set()
         ),

@@ -107,7 +107,7 @@ def test_sizes_that_do_not_follow_from_the_configuration_are_unknown(name: str, 
 def test_a_good_line_has_no_problem(tmp_path: Path) -> None:
     found = reply(f"{save(tmp_path, QWEN3_8B)} {OURS} -tp 2 --max-model-len 8k")
     assert (found["connector"], found["problems"], found["warnings"]) == ("KVOffloadConnector", [], [])
-    assert (found["has_draft"], found["tier_problems"], found["hash_algorithm"]) == (False, [], "sha256")
+    assert (found["drafts"], found["tier_problems"], found["hash_algorithm"]) == (None, [], "sha256")
     assert found["transfer"] == GOOD
     assert (found["values"]["tensor_parallel_size"], found["values"]["max_model_len"]) == (2, 8000)
 
@@ -161,11 +161,11 @@ def test_what_vllm_refuses_replaces_or_lacks_is_in_the_reply(
         ({"method": "draft_model", "num_speculative_tokens": 2}, True),
     ],
 )
-def test_a_draft_model_is_in_the_reply(config: dict[str, Any], has_draft: bool, tmp_path: Path) -> None:
+def test_the_kind_of_drafts_is_in_the_reply(config: dict[str, Any], has_draft: bool, tmp_path: Path) -> None:
     folder = save(tmp_path, LLAMA_8B)
     config = config if not has_draft else {**config, "model": str(folder)}
     found = reply(f"{folder} {OURS} --block-size 32 --speculative-config '{json.dumps(config)}'")
-    assert found["has_draft"] is has_draft
+    assert found["drafts"] == config["method"]
     assert ("a draft model" in found["sizes"].get("unknown", "")) is has_draft
 
 

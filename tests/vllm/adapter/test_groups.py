@@ -189,3 +189,47 @@ def test_a_marked_group_has_lookahead_and_so_does_one_with_the_same_spec() -> No
 def test_with_a_draft_model_and_no_marked_group_all_groups_have_lookahead(method: str, drops: bool) -> None:
     draft = SimpleNamespace(**{method: lambda: drops})
     assert ahead(translate(group(full()), group(window(80)), draft=draft)) == [drops, drops]
+
+
+def test_no_group_has_lookahead_if_vllm_tags_draft_layers_and_found_none() -> None:
+    draft = SimpleNamespace(use_eagle_block_drop=lambda: True)
+    target = spec("FullAttentionSpec", is_draft=False)
+    assert ahead(translate(group(target), group(target), draft=draft)) == [False, False]
+
+
+# -- drafts that are made from the current step ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "tags", "ids"),
+    [
+        ("dflash", (False, True), (0,)),
+        ("dspark", (True, False), (1,)),
+        ("dflash", (None, None), (0, 1)),  # vLLM before 0.33 has no tags
+        ("dflash", (False, False), (0, 1)),
+        ("eagle3", (False, True), (0, 1)),
+        (None, (False, True), (0, 1)),
+    ],
+)
+def test_groups_of_drafts_from_the_current_step_are_left_out(
+    method: str | None, tags: tuple[bool | None, ...], ids: tuple[int, ...]
+) -> None:
+    draft = method and SimpleNamespace(method=method, use_eagle_block_drop=lambda: False)
+    groups = [group(spec("FullAttentionSpec", **({} if tag is None else {"is_draft": tag}))) for tag in tags]
+    assert translate(*groups, draft=draft).ids == ids
+
+
+def test_a_group_that_is_left_out_may_be_of_any_kind() -> None:
+    draft = SimpleNamespace(method="dspark", use_eagle_block_drop=lambda: False)
+    odd = group(spec("Odd", is_draft=True))
+    assert translate(group(full()), odd, draft=draft).ids == (0,)
+
+
+def test_a_group_with_layers_of_both_models_is_offloaded() -> None:
+    layers = {
+        "target": spec("FullAttentionSpec", is_draft=False),
+        "draft": spec("FullAttentionSpec", is_draft=True),
+    }
+    draft = SimpleNamespace(method="dflash", use_eagle_block_drop=lambda: False)
+    both = group(spec("UniformTypeKVCacheSpecs", kv_cache_specs=layers))
+    assert translate(both, draft=draft).ids == (0,)

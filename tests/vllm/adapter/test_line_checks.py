@@ -181,7 +181,7 @@ FULL: dict[str, Any] = {
     "tier_problems": ["weights"],
     "tier_problems_with_weights_id": [],
     "hash_algorithm": "sha256",
-    "has_draft": False,
+    "drafts": None,
     "sizes": {},
     "warnings": [],
 }
@@ -197,7 +197,8 @@ NAMED = {
     [
         ({}, GOOD, "ok", "vLLM 0.32.0 accepts them"),
         ({"warnings": ["prefix caching is odd"]}, GOOD, "warning", "prefix caching is odd"),
-        ({"has_draft": True}, GOOD, "warning", "a draft model, with which the connector was never run"),
+        ({"drafts": "draft_model"}, GOOD, "ok", "accepts them"),
+        ({"drafts": "dflash"}, GOOD, "warning", "drafts of the method 'dflash', with which the connector was never run"),
         ({"problems": ["a reason"]}, GOOD, "error", "a reason"),
         ({"connector": "OffloadingConnector"}, GOOD, "error", "remove --kv-offloading-size"),
         ({}, DISK, "error", "weights"),

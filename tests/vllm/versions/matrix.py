@@ -35,10 +35,11 @@ from tests.vllm.stock import install
 SUITE = "tests/vllm/versions"
 MORE = (
     "tests/vllm/adapter/test_translations.py",
+    "tests/vllm/adapter/test_drafts.py",
     "tests/vllm/test_layout_on_engine.py",
     "tests/vllm/adapter/test_stats_and_events.py",
 )
-"""Further tests of memory, keys, metrics and events, for each version on which the connector starts."""
+"""Further tests of memory, keys, drafts, metrics and events, for each version on which the connector starts."""
 
 WITH_V2 = ("0.30.0", "0.32.0", "0.33.0")
 """The versions that are also tested with model runner V2. vLLM chooses V2 if it finds Triton."""
@@ -48,7 +49,7 @@ V2_RUNNER = {
     "TRITON_INTERPRET": "1",
     "CUDA_VISIBLE_DEVICES": "",  # without a driver, vLLM only accepts Triton if no device is visible
 }
-PART_OF_V2 = ("0.32.0", "bucket or qwen3 and (runners or reloaded or preempted)")
+PART_OF_V2 = ("0.32.0", "bucket or test_drafts and eagle or qwen3 and (runners or reloaded or preempted)")
 """What --check runs with V2: a version, and an expression that selects tests."""
 
 ONE_START = (f"{SUITE}/test_each_version.py", f"{SUITE}/test_secondary_tier.py", "-k", "qwen3 and test_scene")
@@ -87,6 +88,9 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
         r"test_one_engine_finds_blocks_that_another_has_written\[mooncake\]",
         r"test_one_engine_finds_blocks_that_another_has_written\[bucket\]",
     ),
+    "draft model": (r"test_drafts\[draft_model\]",),
+    "EAGLE head": (r"test_drafts\[eagle\]",),
+    "n-grams": (r"test_drafts\[ngram\]",),
     "layouts, metrics, events": ("tests/vllm/(adapter|test_layout_on_engine).*",),
 }
 """Each column's title, and patterns for the tests it covers. Each pattern must match a test."""

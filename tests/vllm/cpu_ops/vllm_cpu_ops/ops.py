@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from vllm_cpu_ops import recurrent
+from vllm_cpu_ops import drafts, recurrent
 from vllm_cpu_ops.attention import Pages, attend, store
 from vllm_cpu_ops.slot_mapping import fill_slots
 
@@ -18,7 +18,7 @@ _library = torch.library.Library("_C", "FRAGMENT")  # The ops exist as long as t
 
 def define_missing() -> None:
     """Define every op of the table that this process does not have yet."""
-    for schema, body in {**OPS, **recurrent.OPS}.items():
+    for schema, body in {**OPS, **recurrent.OPS, **drafts.OPS}.items():
         name = schema.partition("(")[0]
         if not hasattr(torch.ops._C, name):
             _library.define(schema)

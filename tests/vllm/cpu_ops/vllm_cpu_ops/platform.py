@@ -5,6 +5,7 @@ Two environment variables, read whenever an engine is configured, enable what a 
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -70,3 +71,16 @@ def allow_pipelines() -> None:
         return gather(self, *arguments, **named)
 
     GPUModelRunner.sync_and_gather_intermediate_tensors = gather_into_buffer
+
+
+def replace_kernels_once() -> None:
+    """Make vLLM replace its Triton kernels for a process's first engine only.
+
+    To replace a kernel, vLLM looks at every name of every imported module, and fails at llvmlite's. numba imports
+    llvmlite when an engine first finds drafts by n-grams.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    # vLLM before 0.32 replaces no kernels.
+    if stock := getattr(CpuPlatform, "register_triton_kernel_overrides", None):
+        CpuPlatform.register_triton_kernel_overrides = staticmethod(functools.cache(stock))
