@@ -256,6 +256,18 @@ def test_a_block_is_written_when_it_is_put_again(start: Start) -> None:
     assert rig.put(1, 2) == [True, False]
 
 
+def test_puts_are_counted_for_each_tier_while_other_blocks_use_the_staging_slots(
+    start: Start, tmp_path: Path, store: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload.tier_cache._STAGING_BYTES", 0)  # this leaves the minimum of eight slots
+    rig = start(disk_path=str(tmp_path), **REMOTE, remote_min_hits=2)
+    for others in (range(100, 120), range(200, 220), ()):
+        assert rig.count("tier_blocks_total", "remote", "store", "done") == 0
+        assert rig.put(0) == [True]
+        rig.put(*others)
+    assert rig.count("tier_blocks_total", "remote", "store", "done") == 1
+
+
 # -- faults ---------------------------------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ class HostState:
         """Count blocks that the host evicted for space."""
         self.misses.note(keys, MissCause.EVICTED)
         # `lost` counts evicted blocks that were still waiting to be spilled.
-        lost = max([tier.evicted(keys) for tier in self.tiers], default=0)
+        lost = max([tier.count_candidates(keys) for tier in self.tiers], default=0)
         age_s = self.pool.order.age_s
         self.tally.evicted(EvictionCause.SPILL_BEHIND, lost, age_s)
         self.tally.evicted(EvictionCause.SPACE, len(keys) - lost, age_s)

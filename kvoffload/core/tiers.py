@@ -190,11 +190,8 @@ class LowerTier:
         self._waiting.difference_update(keys)
         return keys
 
-    def evicted(self, keys: Sequence[BlockKey]) -> int:
-        """Handle the host's eviction of blocks; return how many of them were candidates for a spill."""
-        if self._hits:
-            for key in keys:
-                self._hits.pop(key, None)
+    def count_candidates(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many blocks that the host evicts were candidates for a spill."""
         return len(self._waiting.intersection(keys)) if self._waiting else 0
 
     def put(self, job: Spill) -> None:

@@ -45,6 +45,18 @@ def test_a_block_found_min_hits_times_is_spilled_once(kind: Kind, min_hits: int,
     assert world.copied(STORE) == below.count("x")
 
 
+def test_a_block_that_the_host_evicts_keeps_its_number_of_hits() -> None:
+    world = DiskWorld(min_hits=2, host=8)
+    for name in ("first", "second"):
+        world.serve_again(f"{name} store", TEXT)
+        assert world.below(TEXT) == "...."
+        world.device.forget_keys()
+        world.serve_again(f"{name} hit", TEXT)
+        world.empty_host()
+        assert world.on_host(TEXT) == "...."
+    assert world.below(TEXT) == "xxx."
+
+
 @on_each_tier
 def test_open_spills_pin_at_most_an_eighth_of_the_host(kind: Kind) -> None:
     world = kind(host=16)
