@@ -118,8 +118,8 @@ class StepScheduled(Fact, frozen=True):
         preempted: requests that lost their blocks since the last step.
         reallocated: blocks that the step allocated and `progress` lacks: blocks in no table, such as copy-on-write
             targets, and blocks of requests whose progress is reported later.
-        prefill_tokens: tokens computed for requests that compute more than one token in the step.
-        decode_tokens: the number of requests that compute a single token in the step.
+        prefill_tokens: tokens computed for requests that compute more than one token, and its drafts, in the step.
+        decode_tokens: the number of requests that compute a single token, and its drafts, in the step.
         states: recurrent states that the step completes, each reported once (`Promises.hands_off_states`). `progress`
             has the new keys of the states' requests.
     """
