@@ -54,8 +54,14 @@ class OffloadCore:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def request_seen(self, fact: facts.RequestSeen) -> None:
-        """Register a new request. If its id is already in use, reject the fact and keep the live request."""
+    def request_seen(self, fact: facts.RequestSeen, now: float = 0.0) -> None:
+        """Register a new request. If its id is already in use, reject the fact and keep the live request.
+
+        Args:
+            fact: the request.
+            now: the time in seconds, for the ages of evicted blocks.
+        """
+        self.state.pool.now = now
         live = self.state.requests.live
         if fact.request in live:
             self.state.tally.rejected(RejectionCause.UNKNOWN_REQUEST, fact.request)
@@ -213,13 +219,14 @@ class OffloadCore:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def step_scheduled(self, fact: facts.StepScheduled) -> None:
+    def step_scheduled(self, fact: facts.StepScheduled, now: float = 0.0) -> None:
         """Apply a step that the engine scheduled, and plan the copies that follow from it.
 
         Preempted requests are handled first, because this step may allocate their blocks again. Next, newly allocated
         ids are zeroed in all other tables, before any block of the step is offered.
         """
         state = self.state
+        state.pool.now = now
         state.steps += 1
         if fact.preempted:
             self._preempt_all(fact.preempted)

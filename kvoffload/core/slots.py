@@ -7,11 +7,12 @@ the block may need it, so that a small pool does not churn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import SLOT, SlotEvent, SlotState
+from kvoffload.core.order import Came, EvictionOrder, LruOrder
 from kvoffload.model.errors import IllegalTransition
 from kvoffload.model.ids import BlockKey, SlotId
 
@@ -19,92 +20,7 @@ _CAN_HIT = (SlotState.READY, SlotState.PINNED)
 _READY, _PINNED = map(int, _CAN_HIT)
 _EMPTY, _DRAINING, _QUARANTINED = map(int, (SlotState.EMPTY, SlotState.DRAINING, SlotState.QUARANTINED))
 _ONLY_PINNED = bytes((_PINNED,))
-
-# -- eviction ----------------------------------------------------------------------------------------------------------
-
-
-class LruOrder:
-    """The slots that can be evicted now, least recently used first.
-
-    A slot leaves the order while it is in use and joins the end afterwards. Slots that were used together join the
-    deepest first.
-
-    The order is a ring: two lists hold each slot's next and previous slot. The ring begins and ends at -1, which in a
-    Python list is the index of the last item. Including the time of each slot's last use, the order takes 24 bytes per
-    slot. An `OrderedDict` takes 100 to 160 bytes per slot, and is sometimes rebuilt inside a hook.
-    """
-
-    __slots__ = ("_after", "_before", "_used_at", "age_s", "count", "now")
-
-    def __init__(self) -> None:
-        self._after = [_END]
-        self._before = [_END]
-        self._used_at = [0.0]
-        self.now = 0.0
-        """The current time in seconds, which the caller sets; `add` records it as the slots' last use."""
-        self.age_s = 0.0
-        """Of the slots that the last `take` returned, the seconds since the most recent use."""
-        self.count = 0
-        """The number of slots in the order."""
-
-    def grow(self, capacity: int) -> None:
-        """Make room for slots with numbers below `capacity`, so that `add`, which hooks call, allocates no memory."""
-        for links in (self._after, self._before):
-            links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
-        self._used_at += [0.0] * (capacity + 1 - len(self._used_at))
-
-    def add(self, slots: Sequence[SlotId]) -> None:
-        """Add slots; the last one is the most recently used."""
-        after, before, used_at, now = self._after, self._before, self._used_at, self.now
-        last = before[-1]
-        for slot in slots:
-            used_at[slot] = now
-            after[last] = slot
-            before[slot] = last
-            last = slot
-        after[last] = _END
-        before[_END] = last
-        self.count += len(slots)
-
-    def remove(self, slots: Sequence[SlotId]) -> None:
-        """Remove slots. The order must contain all of them."""
-        after, before = self._after, self._before
-        for slot in slots:
-            following, preceding = after[slot], before[slot]
-            if following == _ABSENT:
-                raise KeyError(slot)
-            after[preceding] = following
-            before[following] = preceding
-            after[slot] = _ABSENT
-        self.count -= len(slots)
-
-    def take(self, count: int) -> Sequence[SlotId]:
-        """Remove and return up to `count` slots, in the order of eviction."""
-        after, taken = self._after, list[SlotId]()
-        slot = after[-1]
-        for _ in range(min(count, self.count)):
-            taken.append(slot)
-            following, after[slot] = after[slot], _ABSENT
-            slot = following
-        after[_END] = slot
-        self._before[slot] = _END
-        self.count -= len(taken)
-        self.age_s = self.now - self._used_at[taken[-1]] if taken else self.age_s
-        return taken
-
-    def __iter__(self) -> Iterator[SlotId]:
-        """Yield the slots in the order of eviction."""
-        links = self._after
-        slot = links[-1]
-        # The count bounds the loop, so that an audit of a broken ring ends.
-        for _ in range(self.count):
-            yield slot
-            slot = links[slot]
-
-
-_END = SlotId(-1)
-_ABSENT = SlotId(-2)
-
+_FILLED, _USED = Came.FILLED, Came.USED
 
 # -- counts ------------------------------------------------------------------------------------------------------------
 
@@ -144,9 +60,16 @@ def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
 
 
 class SlotPool:
-    """The slots of one tier. The host's pool starts empty and grows while the ranks prepare host memory."""
+    """The slots of one tier. The host's pool starts empty and grows while the ranks prepare host memory.
 
-    def __init__(self) -> None:
+    Args:
+        order: decides which slot is evicted.
+
+    Attributes:
+        now: the time in seconds, which the order gets with each use. `OffloadCore` writes it.
+    """
+
+    def __init__(self, order: EvictionOrder | None = None) -> None:
         self._states = bytearray()
         self._keys: list[BlockKey | None] = []
         self.pins: dict[SlotId, int] = {}
@@ -159,7 +82,8 @@ class SlotPool:
         """How many times a block left the index other than by eviction, and how many times blocks joined it."""
         self._freed: list[SlotId] = []
         self._fresh = 0
-        self.order = LruOrder()
+        self.order = order or LruOrder()
+        self.now = 0.0
         self._counts = [0] * len(SlotState)
 
     # -- queries; they change nothing ---------------------------------------------------------------------------
@@ -266,7 +190,7 @@ class SlotPool:
         self.fills += 1
         self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # each has a key
         if unheld := self._not_held(slots):
-            self.order.add(unheld)
+            self.order.add(unheld, _FILLED, self.now)
 
     def pin(self, slots: Sequence[SlotId]) -> None:
         """Protect slots that can hit from eviction. The caller must unpin each slot later.
@@ -287,7 +211,7 @@ class SlotPool:
         else:
             pins.update(once)
 
-    def unpin(self, slots: Sequence[SlotId]) -> None:
+    def unpin(self, slots: Sequence[SlotId], came: Came = _USED) -> None:
         """Remove one pin of each slot. The slots are listed heads first, so the last of them is evicted first.
 
         Raises:
@@ -301,7 +225,7 @@ class SlotPool:
             free = self.pinned(free)
         self._move_all(free, SlotEvent.UNPIN)
         if unheld := self._not_held(free):
-            self.order.add(unheld)
+            self.order.add(unheld, came, self.now)
 
     def hold(self, slots: Sequence[SlotId]) -> None:
         """Keep slots out of the eviction order until `release` or `use` undoes the hold."""
@@ -311,7 +235,7 @@ class SlotPool:
 
     def release(self, slots: Sequence[SlotId]) -> None:
         """Undo one `hold` of each slot. The slots are listed deepest first, so the first of them is evicted first."""
-        self.order.add(self._ready(uncount(self.holds, slots)))
+        self.order.add(self._ready(uncount(self.holds, slots)), Came.RELEASED, self.now)
 
     def use(self, slots: Sequence[SlotId], held: Mapping[SlotId, int]) -> int:
         """Mark slots as used, the last slot most recently, and undo `held[slot]` holds of each slot.
@@ -336,7 +260,7 @@ class SlotPool:
                     moved.append(slot)
         if last:
             order.remove(moved)
-            order.add(last)
+            order.add(last, _USED, self.now)
         return len(last)
 
     def invalidate(self, slot: SlotId) -> bool:
@@ -422,7 +346,7 @@ class SlotPool:
 
     def _evict(self, count: int) -> Sequence[BlockKey]:
         """Free the first `count` slots of the eviction order; return the keys of their blocks."""
-        slots = self.order.take(count)
+        slots = self.order.take(count, self.now)
         evicted = [key for slot in slots if (key := self._keys[slot]) is not None]
         self._move_all(slots, SlotEvent.EVICT)
         self.index.remove(evicted)

@@ -38,6 +38,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from kvoffload.core.host import HostState
 from kvoffload.core.jobs import Failure, Fetch, InFlight, Offer, Spill
 from kvoffload.core.machine import SlotState
+from kvoffload.core.order import Came
 from kvoffload.core.slots import SlotPool
 from kvoffload.core.tiers import DiskTier, LowerTier
 from kvoffload.model import facts
@@ -238,13 +239,13 @@ class Fetches(_Copies[Fetch]):
 
     def failed(self, job: Fetch, why: Failure) -> None:
         if not job.settled:
-            self._read.unpin(job.read)
+            self._read.unpin(job.read, Came.COPIED)
         super().failed(job, why)
 
     def _arrived(self, job: Fetch) -> None:
         """Let lookups find the fetched blocks on the host, except blocks that a rank could not read (R4)."""
         lost = job.corrupt | job.missing
-        self._read.unpin(job.read)
+        self._read.unpin(job.read, Came.COPIED)
         keys, slots, tier_slots = job.keys, job.slots, job.tier_slots
         if lost:
             self._lose(job, sorted(lost), TierOutcome.CORRUPT if job.corrupt else TierOutcome.FAILED)
@@ -327,7 +328,7 @@ class Spills(_Copies[Spill]):
 
     def ended(self, job: Spill) -> None:
         super().ended(job)
-        self._read.unpin(job.read)
+        self._read.unpin(job.read, Came.COPIED)
 
     def reported(self, job: Spill, rank: Rank, report: JobReport) -> None:
         """Record the end of a rank's copy. Quarantine host slots whose bytes the rank found corrupt."""

@@ -20,7 +20,6 @@ from kvoffload.model.facts import Fact, InvariantBroken
 from kvoffload.model.wire import TransferReport
 from kvoffload.runtime.copies import OpenCopies
 
-F = TypeVar("F", bound=Fact | TransferReport)
 Result = TypeVar("Result")
 
 log = get_logger("scheduler")
@@ -51,16 +50,18 @@ class Faults:
 
     # -- calls of the core --------------------------------------------------------------------------------------
 
-    def apply(self, react: Callable[[F], object], fact: F, batch: list[object]) -> None:
+    def apply(
+        self, react: Callable[..., object], fact: Fact | TransferReport, batch: list[object], *now: float
+    ) -> None:
         """Pass a fact or a rank's report to the core's method `react`, and add the core's events to the batch for observers.
 
-        A core that has raised gets no facts.
+        A core that has raised gets no facts. Some methods also take the time in seconds, `now`.
         """
         if self.error is not None:
             return
         tally = self._tally
         try:
-            react(fact)
+            react(fact, *now)
             if tally.events or tally.has_sums:
                 batch += tally.take()
         except Exception as error:

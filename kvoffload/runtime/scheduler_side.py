@@ -134,10 +134,10 @@ class SchedulerSide:
             fact: the request.
             has_token: returns a true value once the request has its first token. None if that is not measured.
         """
-        began = self._hook.now = self.core.state.pool.order.now = self._clocks.monotonic()
+        began = self._hook.now = self._clocks.monotonic()
         self._hook.has_token = has_token
         batch: list[object] = [fact]
-        self.faults.apply(self.core.request_seen, fact, batch)
+        self.faults.apply(self.core.request_seen, fact, batch, began)
         self.bus.dispatch(batch)
         for outbox in self._tiers.outboxes:
             if outbox:
@@ -241,14 +241,14 @@ class SchedulerSide:
 
     def step(self, fact: facts.StepScheduled) -> TransferPlan:
         """Return the copies that the workers must start in a scheduled step. Call this method once per step."""
-        began = self._hook.now = self.core.state.pool.order.now = self._clocks.monotonic()
+        began = self._hook.now = self._clocks.monotonic()
         copies, faults, tiers = self.copies, self.faults, self._tiers
         if copies.oldest is not None and copies.oldest + copies.timeout_s <= began:
             self._time_out(began)
         if copies.draining:
             self._look_at_reset()
         batch: list[object] = [fact]
-        faults.apply(self.core.step_scheduled, fact, batch)
+        faults.apply(self.core.step_scheduled, fact, batch, began)
         for arrived in tiers.arrived:
             if arrived or tiers.due_at <= began:
                 self._take_facts(batch)

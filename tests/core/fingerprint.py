@@ -11,7 +11,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from kvoffload.core.key_index import KeyIndex
-from kvoffload.core.slots import LruOrder
+from kvoffload.core.order import LruOrder
 from kvoffload.model.message import Message
 
 _Describe = Callable[[Any, "_Describer"], object]

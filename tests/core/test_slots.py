@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.slots import LruOrder
-from kvoffload.model.ids import SlotId
+from kvoffload.core.order import Came, LruOrder
+from kvoffload.core.slots import SlotPool
+from kvoffload.model.ids import BlockKey, SlotId
 
 SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8)
 
@@ -23,17 +25,17 @@ def test_slots_are_evicted_in_the_order_of_their_last_uses(batches: list[list[Sl
         inside = [slot for slot in batch if slot in model]
         outside = [slot for slot in batch if slot not in model]
         order.remove(inside)
-        order.add(outside)
+        order.add(outside, Came.USED, 0.0)
         for slot in inside:
             del model[slot]
         model.update(dict.fromkeys(outside))
         assert list(order) == list(model)
         assert order.count == len(model)
-    taken = order.take(len(model) // 2)
+    taken = order.take(len(model) // 2, 0.0)
     assert [*taken, *order] == list(model)
     assert order.count == len(list(order))
-    order.add(taken)
-    assert [*order.take(99)] == [*list(model)[len(taken) :], *taken]
+    order.add(taken, Came.USED, 0.0)
+    assert [*order.take(99, 0.0)] == [*list(model)[len(taken) :], *taken]
     assert order.count == 0
 
 
@@ -41,21 +43,55 @@ def test_the_eviction_age_is_that_of_the_most_recently_used_slot_taken() -> None
     order = LruOrder()
     order.grow(4)
     for now, slot in ((1.0, 0), (5.0, 1), (6.0, 2)):
-        order.now = now
-        order.add([SlotId(slot)])
-    order.now = 7.0
+        order.add([SlotId(slot)], Came.USED, now)
     order.remove([SlotId(0)])
-    order.add([SlotId(0)])
-    order.now = 10.0
-    assert (list(order.take(2)), order.age_s) == ([1, 2], 4.0)
-    assert (list(order.take(1)), order.age_s) == ([0], 3.0)
-    assert (list(order.take(1)), order.age_s) == ([], 3.0)
+    order.add([SlotId(0)], Came.USED, 7.0)
+    assert (list(order.take(2, 10.0)), order.age_s) == ([1, 2], 4.0)
+    assert (list(order.take(1, 10.0)), order.age_s) == ([0], 3.0)
+    assert (list(order.take(1, 10.0)), order.age_s) == ([], 3.0)
+
+
+class Noting(LruOrder):
+    """An order that evicts like `LruOrder` and notes why slots join it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[Came, float]] = []
+
+    def add(self, slots: Sequence[SlotId], came: Came, now: float) -> None:
+        self.noted += [(came, now)] * len(slots)
+        super().add(slots, came, now)
+
+
+def test_a_pool_tells_its_order_why_and_when_each_slot_joins() -> None:
+    order = Noting()
+    pool = SlotPool(order)
+    pool.grow(4)
+    pool.now = 1.0
+    [slot], _ = pool.reserve([BlockKey(b"a")])
+    pool.fill([slot])
+    pool.now = 2.0
+    pool.pin([slot])
+    pool.unpin([slot])
+    pool.pin([slot])
+    pool.unpin([slot], Came.COPIED)
+    pool.now = 3.0
+    pool.hold([slot])
+    pool.release([slot])
+    pool.use([slot], {})
+    assert order.noted == [
+        (Came.FILLED, 1.0),
+        (Came.USED, 2.0),
+        (Came.COPIED, 2.0),
+        (Came.RELEASED, 3.0),
+        (Came.USED, 3.0),
+    ]
 
 
 def test_removing_a_slot_that_is_not_evictable_is_an_error() -> None:
     order = LruOrder()
     order.grow(3)
-    order.add([SlotId(2), SlotId(1)])
+    order.add([SlotId(2), SlotId(1)], Came.USED, 0.0)
     order.remove([SlotId(2)])
     for slot in (0, 2):
         with pytest.raises(KeyError):

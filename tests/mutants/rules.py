@@ -20,8 +20,9 @@ from kvoffload.core.jobs import Failure, Fetch, InFlight, Job, Jobs, Leases, Loa
 from kvoffload.core.loads import Loads
 from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.order import LruOrder
 from kvoffload.core.request import Requests
-from kvoffload.core.slots import LruOrder, SlotPool, count, uncount
+from kvoffload.core.slots import SlotPool, count, uncount
 from kvoffload.core.stores import Stores
 from kvoffload.core.tier_store import Fetches, Spills, _Copies
 from kvoffload.core.tiers import DiskTier, RemoteTier
@@ -233,7 +234,7 @@ def r14_an_answer_ends_no_wait() -> list[Patch]:
 
 def r15_the_head_of_a_prefix_is_evicted_first() -> list[Patch]:
     real = LruOrder.add
-    return [(LruOrder, "add", lambda self, slots: real(self, slots[::-1]))]
+    return [(LruOrder, "add", lambda self, slots, *more: real(self, slots[::-1], *more))]
 
 
 def r16_quarantined_slot_comes_back() -> list[Patch]:

@@ -1,0 +1,125 @@
+"""The order in which slots are evicted: what an order must do, and the order in use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import Protocol
+
+from kvoffload.model.ids import SlotId
+
+
+class Came(Enum):
+    """Why a slot joins the order."""
+
+    FILLED = 0  # a block was stored or fetched, or an earlier process left it
+    USED = 1  # a request used the block: a hit was loaded or dropped, or the request's own blocks were marked as used
+    RELEASED = 2  # a request that held the slot has ended
+    COPIED = 3  # a copy to or from a lower tier has ended, which is no use of the block
+
+
+class EvictionOrder(Protocol):
+    """The slots of a pool that can be evicted now.
+
+    A slot leaves the order while it is in use, and joins it afterwards. Slots that join together are listed deepest
+    first, and must be taken in this order: without its head, the rest of a prefix is useless (R15). Hooks call all
+    methods, so none may take time that grows with the number of slots in the order.
+    """
+
+    age_s: float
+    """Of the slots that the last `take` returned, the seconds since the most recent use."""
+
+    @property
+    def count(self) -> int:
+        """Return the number of slots in the order."""
+
+    def grow(self, capacity: int) -> None:
+        """Make room for slots with numbers below `capacity`."""
+
+    def add(self, slots: Sequence[SlotId], came: Came, now: float) -> None:
+        """Add slots, of which the first is to be taken first; `now` is the time in seconds."""
+
+    def remove(self, slots: Sequence[SlotId]) -> None:
+        """Remove slots. Raises KeyError if one is not in the order."""
+
+    def take(self, count: int, now: float) -> Sequence[SlotId]:
+        """Remove and return up to `count` slots, the next one to evict first."""
+
+    def __iter__(self) -> Iterator[SlotId]:
+        """Yield the slots in the order of eviction. At most `count` slots, even if the order is broken."""
+
+
+class LruOrder:
+    """The slots that can be evicted now, least recently used first.
+
+    The order is a ring: two lists hold each slot's next and previous slot. The ring begins and ends at -1, which in a
+    Python list is the index of the last item. Including the time of each slot's last use, the order takes 24 bytes per
+    slot. An `OrderedDict` takes 100 to 160 bytes per slot, and is sometimes rebuilt inside a hook.
+    """
+
+    __slots__ = ("_after", "_before", "_used_at", "age_s", "count")
+
+    def __init__(self) -> None:
+        self._after = [_END]
+        self._before = [_END]
+        self._used_at = [0.0]
+        self.age_s = 0.0
+        self.count = 0
+
+    def grow(self, capacity: int) -> None:
+        """Make room for slots with numbers below `capacity`, so that `add`, which hooks call, allocates no memory."""
+        for links in (self._after, self._before):
+            links[-1:-1] = [_ABSENT] * (capacity + 1 - len(links))
+        self._used_at += [0.0] * (capacity + 1 - len(self._used_at))
+
+    def add(self, slots: Sequence[SlotId], came: Came, now: float) -> None:  # each use counts alike
+        """Add slots; the last one is the most recently used."""
+        after, before, used_at = self._after, self._before, self._used_at
+        last = before[-1]
+        for slot in slots:
+            used_at[slot] = now
+            after[last] = slot
+            before[slot] = last
+            last = slot
+        after[last] = _END
+        before[_END] = last
+        self.count += len(slots)
+
+    def remove(self, slots: Sequence[SlotId]) -> None:
+        """Remove slots. The order must contain all of them."""
+        after, before = self._after, self._before
+        for slot in slots:
+            following, preceding = after[slot], before[slot]
+            if following == _ABSENT:
+                raise KeyError(slot)
+            after[preceding] = following
+            before[following] = preceding
+            after[slot] = _ABSENT
+        self.count -= len(slots)
+
+    def take(self, count: int, now: float) -> Sequence[SlotId]:
+        """Remove and return up to `count` slots, in the order of eviction."""
+        after, taken = self._after, list[SlotId]()
+        slot = after[-1]
+        for _ in range(min(count, self.count)):
+            taken.append(slot)
+            following, after[slot] = after[slot], _ABSENT
+            slot = following
+        after[_END] = slot
+        self._before[slot] = _END
+        self.count -= len(taken)
+        self.age_s = now - self._used_at[taken[-1]] if taken else self.age_s
+        return taken
+
+    def __iter__(self) -> Iterator[SlotId]:
+        """Yield the slots in the order of eviction."""
+        links = self._after
+        slot = links[-1]
+        # The count bounds the loop, so that an audit of a broken ring ends.
+        for _ in range(self.count):
+            yield slot
+            slot = links[slot]
+
+
+_END = SlotId(-1)
+_ABSENT = SlotId(-2)
