@@ -208,10 +208,12 @@ def test_the_depth_of_a_stream_is_found(emulator: Emulator, monkeypatch: pytest.
     monkeypatch.setattr(hazards, "_GATE_S", 4.0)  # must exceed the time of 1,200 calls by more than _WAITED_S
     monkeypatch.setattr(hazards, "_WAITED_S", 0.5)  # longer than scheduling delays on a busy machine
     emulator.set_depth(1200)
-    # On a busy machine, an earlier call may wait as long as the one on the full stream.
-    found = [hazards._depth(OPTIONS, "off", 1, "copies one by one") for _ in range(3)]
-    assert "the call that made them 1,200" in [first.words for first, _ in found]
-    assert {stood_still.target for _, stood_still in found} == {"at most 500 ms"}
+    for _ in range(3):  # on a busy machine, an earlier call may wait as long as the one on the full stream
+        first, stood_still = hazards._depth(OPTIONS, "off", 1, "copies one by one")
+        if first.words == "the call that made them 1,200":
+            break
+    assert first.words == "the call that made them 1,200"
+    assert stood_still.target == "at most 500 ms"
 
 
 @pytest.mark.slow
