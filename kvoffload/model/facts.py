@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -60,13 +61,14 @@ class BlocksAllocated(Fact, frozen=True):
 
     Args:
         request: the request.
-        tables: per group, the block of each position, or the null block for a position without a block.
+        tables: per group, the block of each position, or the null block for a position without a block. The lists may be
+            the engine's own, so the core copies what it keeps.
         device_tokens: tokens found in the device's own prefix cache. The blocks after these tokens are new.
         external_tokens: tokens after `device_tokens` that the engine expects from the host; often 0.
     """
 
     request: RequestId
-    tables: tuple[tuple[DeviceBlockId, ...], ...]
+    tables: tuple[Sequence[DeviceBlockId], ...]
     device_tokens: int
     external_tokens: int
 

@@ -1,7 +1,7 @@
 """The format of the journal's lines, and a reader of journal files.
 
 Lines never contain the content of requests. A line has only the length of each bytes field, and only the length of each
-collection that does not contain request ids or slots. All other fields are ids, counts, enums, numbers, or text from
+collection that does not contain request ids, slots or tiers. All other fields are ids, counts, enums, numbers, or text from
 which the content of bytes literals is removed.
 """
 
@@ -15,7 +15,7 @@ import math
 import re
 import typing
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -32,6 +32,7 @@ from kvoffload.model.errors import KVOffloadError
 from kvoffload.model.events import Event
 from kvoffload.model.ids import RequestId, SlotId
 from kvoffload.model.message import Message
+from kvoffload.model.wire import Tier
 
 _TEXT_CHARACTERS = 500
 _BYTES_LITERAL = re.compile(r"""b'(?:[^'\\]|\\.)*'?|b"(?:[^"\\]|\\.)*"?""")
@@ -79,9 +80,7 @@ def _writer(hint: Any) -> Write | None:  # noqa: ANN401  # any annotation
     if isinstance(hint, NewType):
         return len if hint.__supertype__ is bytes else None
     if typing.get_origin(hint) is tuple:
-        if args[0] in (SlotId, RequestId):
-            return list
-        return _lengths if typing.get_origin(args[0]) is tuple else len
+        return _writer_of_items(args[0])
     if hint in _WRITERS:
         return _WRITERS[hint]
     if isinstance(hint, type) and issubclass(hint, Message):
@@ -89,6 +88,19 @@ def _writer(hint: Any) -> Write | None:  # noqa: ANN401  # any annotation
     if isinstance(hint, type) and issubclass(hint, Enum):
         return attrgetter("value")
     raise TypeError(f"no form for a field of type {hint!r}")
+
+
+def _writer_of_items(hint: Any) -> Write:  # noqa: ANN401  # any annotation
+    """Return the function that converts tuples of items of the given type."""
+    if hint in (SlotId, RequestId):
+        return list
+    if hint == tuple[Tier, int]:
+        return _amounts
+    return _lengths if typing.get_origin(hint) in (tuple, Sequence) else len
+
+
+def _amounts(amounts: Iterable[tuple[Tier, int]]) -> list[tuple[str, int]]:
+    return [(tier.value, amount) for tier, amount in amounts]
 
 
 def _lengths(groups: Iterable[Sized]) -> list[int]:

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from kvoffload.model import events
 from kvoffload.model.causes import MissCause
-from kvoffload.model.events import Event, LookupAnswered
+from kvoffload.model.events import Event, FirstTokenReached, LookupAnswered
 from kvoffload.model.wire import Tier
 
 _CLASSES = [
@@ -18,6 +18,9 @@ _FIELD_TYPES = {
     str: st.text(max_size=20),
     Tier: st.just(Tier.DISK),  # every event may be about the disk
 }
+
+
+_FETCHED = st.sampled_from([(), ((Tier.DISK, 7),), ((Tier.REMOTE, 9),), ((Tier.DISK, 1), (Tier.REMOTE, 2))])
 
 
 @st.composite
@@ -34,6 +37,7 @@ def lookups(draw: st.DrawFn) -> LookupAnswered:
         hit_tokens=draw(number),
         miss_tokens=draw(number),
         cause=cause,
+        fetched=draw(_FETCHED),
         opted_out=opted_out,
     )
 
@@ -41,4 +45,5 @@ def lookups(draw: st.DrawFn) -> LookupAnswered:
 def any_event() -> st.SearchStrategy[Event]:
     for plain, strategy in _FIELD_TYPES.items():
         st.register_type_strategy(plain, strategy)
-    return st.one_of(lookups(), *(st.builds(cls) for cls in _CLASSES))
+    first_tokens = st.builds(FirstTokenReached, fetched=_FETCHED)
+    return st.one_of(lookups(), first_tokens, *(st.builds(cls) for cls in _CLASSES))
