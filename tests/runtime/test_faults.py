@@ -160,7 +160,7 @@ def test_after_the_core_raised_it_receives_no_facts_and_open_loads_fail() -> Non
     plan = loading(side)
     given: list[object] = []
 
-    def raising(fact: facts.RequestSeen) -> None:
+    def raising(fact: facts.RequestSeen, *_: object) -> None:
         given.append(fact)
         boom()
 
