@@ -317,8 +317,6 @@ class TransferPump:
     def _start_loads(self, jobs: Iterable[OpenJob]) -> None:
         """Submit accepted loads in one batch."""
         parts = [Part(job, 0, len(job.job.slots)) for job in jobs if self._resolve(job)]
-        for part in parts:
-            part.job.started = part.end
         if parts:
             self._submit(self._loads, Direction.LOAD, parts)
 
@@ -400,6 +398,8 @@ class TransferPump:
             ticket = CheckedTicket(ticket, partial(self._checksums.start, direction, slots))
         for part in parts:
             part.job.open_parts += 1
+            if part.end > part.job.started:  # False for a part that is copied again
+                part.job.started = part.end
         lane.add(Batch(ticket, tuple(parts), runs.total_bytes, len(runs), now))
 
     def _may_retry(self, parts: Sequence[Part]) -> bool:

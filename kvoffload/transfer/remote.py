@@ -15,7 +15,7 @@ import numpy as np
 
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.logs import get_logger
-from kvoffload.remote.store import SharedMemory
+from kvoffload.remote.client import SharedMemory
 from kvoffload.remote.values import TRAILER_BYTES, Shard, is_whole, seal
 from kvoffload.transfer.blocking_calls import BlockingCalls, Breaker
 from kvoffload.transfer.layout import digest_of
