@@ -9,11 +9,12 @@ import sys
 
 from kvoffload.cli import main
 from kvoffload.cli.demo import command
+from kvoffload.cli.demo.screen import Screen
 
 SERVES = "metrics are at "
 
 
-class GatedScreen(command.Screen):
+class GatedScreen(Screen):
     """A screen that waits for a line on standard input after the demo's message about its metrics."""
 
     def say(self, text: str) -> None:
@@ -23,5 +24,5 @@ class GatedScreen(command.Screen):
 
 
 if __name__ == "__main__":
-    command.Screen = GatedScreen  # type: ignore[misc]
+    command.Screen = GatedScreen  # type: ignore[attr-defined]
     sys.exit(main.main(["demo", *sys.argv[1:]]))

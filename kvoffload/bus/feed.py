@@ -1,14 +1,7 @@
 """A bounded feed from the engine's thread to an observer's event loop. The feed never blocks the engine.
 
-Two threads share a feed without a lock. The producer appends an event, and wakes the consumer if the consumer sleeps.
-The consumer announces its sleep *before* it looks for events a last time. So either the producer finds the announcement
-or the consumer finds the event, and no event is missed. At worst the consumer is woken once without need.
-
-    producer                     consumer
-    append the event             announce sleep
-    asleep? -> wake              anything waiting? -> do not sleep
-
-While the consumer is awake, an event costs the producer one append. Without events neither thread runs.
+Two threads share a feed without a lock. The producer appends an event, and wakes the consumer if the consumer sleeps
+(`sleeper.py`). While the consumer is awake, an event costs the producer one append.
 """
 
 from __future__ import annotations
@@ -19,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 from kvoffload.bus.guard import call_guarded
+from kvoffload.bus.sleeper import Sleeper
 
 T = TypeVar("T")
 
@@ -40,9 +34,7 @@ class Feed(Generic[T]):
         self.capacity = capacity
         self._waiting: deque[T] = deque()
         self._closed = False
-        self._asleep = False
-        self._bell = asyncio.Event()  # bound to the consumer's loop when the consumer first sleeps
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._sleeper = Sleeper()
         self._overflowed = 0  # written only by the producer
         self._taken = 0  # `_taken` and `_left` are written only by the consumer
         self._left = 0
@@ -55,7 +47,7 @@ class Feed(Generic[T]):
             self._overflowed += 1
             return True
         self._waiting.append(event)
-        if self._asleep:
+        if self._sleeper.is_asleep:
             self._wake()
         return True
 
@@ -72,12 +64,12 @@ class Feed(Generic[T]):
                 return [self._waiting.popleft() for _ in range(count)]
             if closed:
                 return []
-            await self._sleep()
+            await self._sleeper.sleep(self._has_changed)
 
     def close(self) -> None:
         """Accept no more events, but deliver the queued ones. Only the producer may call this method."""
         self._closed = True
-        if self._asleep:
+        if self._sleeper.is_asleep:
             self._wake()
 
     def abandon(self) -> None:
@@ -91,23 +83,11 @@ class Feed(Generic[T]):
         """Return how many events were dropped because the feed was full or the consumer stopped reading."""
         return self._overflowed + self._left
 
-    async def _sleep(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._bell.clear()
-        self._asleep = True
-        try:
-            if not self._waiting and not self._closed:
-                await self._bell.wait()
-        finally:
-            self._asleep = False
+    def _has_changed(self) -> bool:
+        return bool(self._waiting) or self._closed
 
     def _wake(self) -> None:
-        # Clear the flag before waking the consumer, so that later events wake the consumer only if it sleeps again.
-        self._asleep = False
-        assert self._loop is not None, "asleep without a loop"
-        try:
-            self._loop.call_soon_threadsafe(self._bell.set)
-        except RuntimeError:  # The loop is closed, so nothing reads the feed any more.
+        if not self._sleeper.wake():  # The loop is closed, so nothing reads the feed any more.
             self.abandon()
 
 

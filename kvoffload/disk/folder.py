@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvoffload.disk.identity import KVIdentity
-from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_folder, open_root
+from kvoffload.disk.open_folder import DiskInUse, OpenFolder, close_locked, lock, open_folder, open_root
 from kvoffload.model.errors import DiskError
 
 _LOCK, _DESCRIPTION = "lock", "identity.json"
@@ -46,10 +46,6 @@ class DiskPlace:
             DiskError: the folder cannot be created, or the weights cannot be read.
         """
         return make_folder(self.root, self.identify(), self.replica)
-
-
-class FolderInUse(DiskError):
-    """Raised when another process has locked the folder."""
 
 
 def make_folder(root: Path, identity: KVIdentity, replica: int) -> OpenFolder:
@@ -117,7 +113,7 @@ def lock_folder(folder: OpenFolder) -> OpenFolder:
     If the folder cannot be locked, it is closed.
 
     Raises:
-        FolderInUse: another process has locked the folder; the message names that process.
+        DiskInUse: another process has locked the folder; the message names that process.
         DiskError: the lock file does not belong to this user, or the disk fails.
     """
     try:
@@ -139,7 +135,7 @@ def _locked(folder: OpenFolder) -> int:
     except BlockingIOError as error:
         who = os.pread(descriptor, _LONGEST_HOLDER, 0).decode(errors="replace").strip()
         os.close(descriptor)
-        raise FolderInUse(
+        raise DiskInUse(
             f"disk_path: {folder.path} is in use by {who or 'another process'}; give each engine a disk_path of its own"
         ) from error
     except BaseException:

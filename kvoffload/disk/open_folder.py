@@ -16,8 +16,8 @@ from types import TracebackType
 
 from kvoffload.model.errors import DiskError
 
-LOCK_TRIES, LOCK_PAUSE_S = 60, 1.0
-"""How many times to try a lock, and the seconds between two tries.
+LOCK_TRIES, LOCK_PAUSE_S, LOCK_NOTE = 60, 1.0, "retrying for a minute"
+"""How many times to try a lock again, the seconds between two tries, and the note of `disk_in_use` that says so.
 
 The previous engine may still hold the lock while it shuts down, or while it hangs until it is killed.
 """
@@ -28,6 +28,10 @@ FINGERPRINT_BYTES = 32
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OTHERS_WRITE = 0o022
 _LOCKED: set[int] = set()
+
+
+class DiskInUse(DiskError):
+    """Raised when another process has locked a folder or a slot file."""
 
 
 class OpenFolder:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from xxhash import xxh3_64_intdigest
 
-from kvoffload.disk.open_folder import FINGERPRINT_BYTES, OpenFolder, close_locked, lock
+from kvoffload.disk.open_folder import FINGERPRINT_BYTES, DiskInUse, OpenFolder, close_locked, lock
 from kvoffload.disk.system import PAGE, aligned_buffer, round_up
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DiskError
@@ -65,10 +65,6 @@ class SlotShape:
     def pitch(self) -> int:
         """Return the number of bytes from the start of a slot to the start of the next slot."""
         return round_up(self.slot_bytes)
-
-
-class SlotFileInUse(DiskError):
-    """Raised when another process has locked the slot file."""
 
 
 class SlotFile:
@@ -186,7 +182,7 @@ def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile
         slots: how many slots the file will have.
 
     Raises:
-        SlotFileInUse: another process has locked the file.
+        DiskInUse: another process has locked the file.
         DiskError: the file is not a plain file of this user, there is too little space, or the disk fails.
     """
     path = folder.path / f"slots{shape.rank}"
@@ -200,7 +196,7 @@ def open_slot_file(folder: OpenFolder, shape: SlotShape, slots: int) -> SlotFile
     except BaseException as error:
         close_locked(descriptor)
         if isinstance(error, BlockingIOError):
-            raise SlotFileInUse(f"the slot file {path} is in use by another process") from error
+            raise DiskInUse(f"the slot file {path} is in use by another process") from error
         if isinstance(error, OSError):
             raise DiskError(f"the slot file {path} cannot be used: {error.strerror}") from error
         raise

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from kvoffload.engine.errors import ConfigError
-from kvoffload.engine.plugin import GroupKind
 
+GroupKind = Literal["full", "sliding_window", "chunked_local", "recurrent"]
 DType = Literal["float32", "bfloat16"]
 
 

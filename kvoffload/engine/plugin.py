@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvoffload.engine.errors import PluginError
 
@@ -28,12 +28,10 @@ if TYPE_CHECKING:
     import torch
 
     from kvoffload.engine.block_pool import BlockPool
-    from kvoffload.engine.config import EngineConfig
+    from kvoffload.engine.config import EngineConfig, GroupKind
     from kvoffload.engine.request import Request
 
 ENTRY_POINT_GROUP = "kvoffload.engine_plugins"
-
-GroupKind = Literal["full", "sliding_window", "chunked_local", "recurrent"]
 
 #: For each group, the block id at each position of the request; the null id 0 where the request holds no block.
 BlockTables = tuple[tuple[int, ...], ...]

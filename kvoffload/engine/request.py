@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 if TYPE_CHECKING:
     from kvoffload.engine.config import SamplingParams
-    from kvoffload.engine.plugin import BlockTables
 
 
 class RequestState(Enum):
@@ -139,10 +138,6 @@ class Request:
     def keys(self, group: int) -> Sequence[bytes]:
         """Return the keys of all full blocks so far, by position."""
         return self.chain.keys(group)
-
-    def block_tables(self) -> BlockTables:
-        """Return the blocks that the request holds now, by group and position."""
-        return tuple(map(tuple, self.tables))
 
     def append(self, token_id: int) -> None:
         self.tokens.append(token_id)

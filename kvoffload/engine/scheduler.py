@@ -245,7 +245,7 @@ class Scheduler:
         if not self._tables.admit(request, hit, seen, end, self._reserve()):
             self._starved = True
             return None
-        self._plugin.allocated(request, request.block_tables(), device, external)
+        self._plugin.allocated(request, tuple(map(tuple, request.tables)), device, external)
         if external:
             self._load(request, device, external)
             return None

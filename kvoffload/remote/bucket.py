@@ -27,6 +27,7 @@ from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import BucketAddress
+from kvoffload.remote.client import MISSING, Refusals, log
 from kvoffload.remote.packs import (
     CLOCKS_DIFFER_MS,
     BadPackError,
@@ -40,7 +41,6 @@ from kvoffload.remote.packs import (
     window_of,
 )
 from kvoffload.remote.s3_errors import AnsweredError, BadNameError, translated
-from kvoffload.remote.store import MISSING, Refusals, log
 from kvoffload.remote.values import FORMAT, Shard
 
 LOOK_PERIOD_S = 1.0

@@ -48,8 +48,8 @@ from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError, RemoteGone, printable
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import MooncakeAddress
+from kvoffload.remote.client import FAILED, MISSING, Refusals, SharedMemory
 from kvoffload.remote.mooncake_child import RAISED
-from kvoffload.remote.store import FAILED, MISSING, Refusals, SharedMemory
 from kvoffload.remote.values import Shard
 
 CONNECT_S = 10.0

@@ -23,7 +23,7 @@ from math import inf
 
 from msgspec.structs import replace
 
-from kvoffload.disk.folder import DiskPlace, FolderInUse, caution, describe, lock_folder, make_folder
+from kvoffload.disk.folder import DiskPlace, caution, describe, lock_folder, make_folder
 from kvoffload.disk.identity import KVIdentity, index_key
 from kvoffload.disk.index import (
     INDEX_NAME,
@@ -37,7 +37,7 @@ from kvoffload.disk.index import (
     remove_index,
     start_index,
 )
-from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES, OpenFolder
+from kvoffload.disk.open_folder import LOCK_NOTE, LOCK_PAUSE_S, LOCK_TRIES, DiskInUse, OpenFolder
 from kvoffload.disk.tier_key import TierKey
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
@@ -221,12 +221,12 @@ class DiskCatalog:
         self.opening = "lock of the folder"
         try:
             self._folder = lock_folder(make_folder(self._place.root, identity, self._place.replica))
-        except FolderInUse as error:
+        except DiskInUse as error:
             self._lock_tries += 1
             if self._is_closed or self._lock_tries > LOCK_TRIES:
                 raise
             if self._lock_tries == 1:
-                log.warning("disk_in_use", reason=str(error), note="retrying for a minute")
+                log.warning("disk_in_use", reason=str(error), note=LOCK_NOTE)
             self._waiting = self._portal.spawn(self._lock_later)
             return
         if note := caution(self._place.root):

@@ -29,8 +29,8 @@ a probability of 1 in 64.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -38,6 +38,7 @@ from xxhash import xxh3_64
 
 from kvoffload.model.wire import Direction
 from kvoffload.transfer.host_copier import choose_copy
+from kvoffload.transfer.per_thread import PerThread
 from kvoffload.transfer.ports import TicketState
 from kvoffload.transfer.runs import CopyRuns, pieces_at
 
@@ -177,13 +178,6 @@ def slots_in_place(arena: Arena) -> SlotReader:
     return lambda slots: map(arena.pages, slots.tolist())
 
 
-class _Scratch(threading.local):
-    """Keeps a buffer for each thread, because touching new memory takes as long as filling the memory."""
-
-    def __init__(self, size: int) -> None:
-        self.memory = np.empty(size, np.uint8)
-
-
 class GatheredSlots:
     """Reads whole slots by gathering their pages in a buffer, several slots at a time."""
 
@@ -191,10 +185,11 @@ class GatheredSlots:
         self._arena = arena
         self._copy = choose_copy()
         self._at_once = max(_SCRATCH // arena.layout.slot_bytes, 1)
-        self._scratch = _Scratch(self._at_once * arena.layout.slot_bytes)
+        # Kept, because touching new memory takes as long as filling the memory.
+        self._scratch = PerThread(partial(np.empty, self._at_once * arena.layout.slot_bytes, np.uint8))
 
     def __call__(self, slots: Numbers) -> Iterator[tuple[memoryview]]:
-        geometry, memory = self._arena.geometry, self._scratch.memory
+        geometry, memory = self._arena.geometry, self._scratch.own
         gathered = memory.reshape(self._at_once, -1)
         places = np.cumsum(geometry.page) - geometry.page  # offset of each page in a gathered slot
         for start in range(0, len(slots), self._at_once):

@@ -22,19 +22,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, Executor
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from kvoffload.disk.open_folder import LOCK_PAUSE_S, LOCK_TRIES
-from kvoffload.disk.slot_file import PIECE_BYTES, SlotFile, SlotFileInUse, SlotShape, open_slot_file
+from kvoffload.disk.open_folder import LOCK_NOTE, LOCK_PAUSE_S, LOCK_TRIES, DiskInUse
+from kvoffload.disk.slot_file import PIECE_BYTES, SlotFile, SlotShape, open_slot_file
 from kvoffload.disk.system import PAGE, aligned_buffer
 from kvoffload.disk.tier_key import are_equal
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DiskError, reason_of
 from kvoffload.model.wire import DiskFile, Tier
 from kvoffload.transfer.blocking_calls import BlockingCalls, ErrorRow
+from kvoffload.transfer.per_thread import PerThread
 from kvoffload.transfer.tier_jobs import TierJobs, TierReport, find_corrupt
 
 if TYPE_CHECKING:
@@ -301,10 +303,9 @@ class FileOpening:
         for number in range(LOCK_TRIES):
             try:
                 return open_slot_file(folder, self.shape, self.slots)
-            except SlotFileInUse as error:
+            except DiskInUse as error:
                 if not number:
-                    note = "retrying for a minute"
-                    self._log.warning("disk_in_use", reason=str(error), note=note)
+                    self._log.warning("disk_in_use", reason=str(error), note=LOCK_NOTE)
                 if self.closing.wait(LOCK_PAUSE_S):
                     break
         return open_slot_file(folder, self.shape, self.slots)
@@ -337,17 +338,16 @@ class _SlotBuffers:
 
     def __init__(self, arena: Arena, pitch: int) -> None:
         self._arena = arena
-        self._pitch = pitch
         self.at_once = max(PIECE_BYTES // pitch, 1)
         sizes = arena.layout.page_bytes
         self.are_in_place = not any(size % PAGE for size in sizes) and min(sizes) >= _LONG
-        self._threads = threading.local()
+        self._buffer = PerThread(partial(_Buffer, arena, pitch, self.at_once))
 
     def gather(self, slots: Sequence[int]) -> Sequence[Pieces]:
         """Return the bytes of host slots, valid until the thread's next call."""
         if self.are_in_place:
             return self.room(slots)
-        buffer = self._buffer()
+        buffer = self._buffer.own
         for slot, views in zip(slots, buffer.views, strict=False):
             self._arena.read(slot, views)
         return buffer.pieces[: len(slots)]
@@ -356,21 +356,15 @@ class _SlotBuffers:
         """Return memory to read slots into, valid until the thread's next call. `scatter` copies it to the slots."""
         if self.are_in_place:
             return [self._arena.pages(slot) for slot in slots]
-        return self._buffer().pieces[: len(slots)]
+        return self._buffer.own.pieces[: len(slots)]
 
     def scatter(self, slots: Mapping[int, int]) -> None:
         """Copy the bytes that were read into `room` to host slots; `slots` maps each slot to its index in `room`."""
         if self.are_in_place:
             return
-        views = self._buffer().views
+        views = self._buffer.own.views
         for slot, index in slots.items():
             self._arena.write(slot, views[index])
-
-    def _buffer(self) -> _Buffer:
-        buffer: _Buffer | None = getattr(self._threads, "buffer", None)
-        if buffer is None:
-            buffer = self._threads.buffer = _Buffer(self._arena, self._pitch, self.at_once)
-        return buffer
 
 
 def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING
 import anyio
 import numpy as np
 
+from kvoffload.bus.sleeper import Sleeper
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DeviceLost
 from kvoffload.model.wire import Direction, TransferReport
@@ -68,45 +69,6 @@ _CLOSING = "the pump is closing"
 _FIRST_PAUSE_S = 0.0002  # shorter than the copy of a few blocks
 LONGEST_PAUSE_S = 0.005
 """Python's thread switch interval. Polling more often gains nothing while the engine's thread computes."""
-
-
-class Wakeup:
-    """A flag that a coroutine waits for. While the coroutine is awake, `set` makes no system call.
-
-    No wake-up is lost: `set` raises the flag before it checks whether the coroutine sleeps, and `wait` records that it
-    sleeps before it checks the flag.
-    """
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._sleeper: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def set(self) -> None:
-        """Raise the flag, and wake the coroutine if it sleeps. Callable from any thread."""
-        if self._is_set:
-            return
-        self._is_set = True
-        sleeper, loop = self._sleeper, self._loop
-        if sleeper is None or loop is None:
-            return
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nothing waits
-            loop.call_soon_threadsafe(sleeper.set)
-
-    def clear(self) -> None:
-        """Lower the flag. Call this before looking for work, so that work which arrives later raises the flag again."""
-        self._is_set = False
-
-    async def wait(self) -> None:
-        """Wait until the flag is raised."""
-        self._loop = asyncio.get_running_loop()
-        sleeper = asyncio.Event()
-        self._sleeper = sleeper
-        try:
-            if not self._is_set:
-                await sleeper.wait()
-        finally:
-            self._sleeper = None
 
 
 class TransferPump:
@@ -148,7 +110,7 @@ class TransferPump:
         self._lost: str | None = None  # why this process can no longer use the device
         self._admission = Lock()
         self._reaping = Lock()
-        self._wakeup = Wakeup()
+        self._sleeper = Sleeper()
         self._pause_s = _FIRST_PAUSE_S
         self._is_closing = False
         self._gone: str | None = None  # why the coroutine starts no more copies
@@ -184,7 +146,8 @@ class TransferPump:
                 self._fail(accepted, _CLOSING)
                 return
             self._start_loads(accepted)
-        self._wakeup.set()
+        if self._sleeper.is_asleep:
+            self._sleeper.wake()
 
     def submit_stores(self, jobs: Sequence[DeviceJob]) -> None:
         """Queue stores for the coroutine, behind all work that the calling thread has enqueued on the device so far.
@@ -202,7 +165,8 @@ class TransferPump:
                 self._fail(accepted, self._gone or _CLOSING)
                 return
             self._queue.add(accepted)
-        self._wakeup.set()
+        if self._sleeper.is_asleep:
+            self._sleeper.wake()
 
     def poll(self) -> None:
         """Handle the batches that have ended. Never waits."""
@@ -311,10 +275,9 @@ class TransferPump:
 
     async def _turns(self) -> None:
         while True:
-            self._wakeup.clear()
             slices = self._copier.slices
             if not self._turn():
-                await self._wakeup.wait()
+                await self._sleeper.sleep(lambda: any(self._lanes) or bool(self._queue))
             elif self._copier.slices == slices:
                 await self._clock.sleep(self._pause_s)
             else:  # slices were enqueued, and the streams may have room for more
@@ -325,11 +288,8 @@ class TransferPump:
         with self._reaping:
             progress = self._reap()
             progress |= self._start_stores()
-            # Look for pending batches under the lock. Otherwise the hook might end the last batch first, and the
-            # coroutine would sleep while stores are queued.
-            is_pending = any(self._lanes)
         self._pause_s = _FIRST_PAUSE_S if progress else min(2 * self._pause_s, LONGEST_PAUSE_S)
-        return is_pending
+        return any(self._lanes)
 
     # --- a job, from acceptance to report ---
 
@@ -357,8 +317,6 @@ class TransferPump:
     def _start_loads(self, jobs: Iterable[OpenJob]) -> None:
         """Submit accepted loads in one batch."""
         parts = [Part(job, 0, len(job.job.slots)) for job in jobs if self._resolve(job)]
-        for part in parts:
-            part.job.started = part.end
         if parts:
             self._submit(self._loads, Direction.LOAD, parts)
 
@@ -440,6 +398,8 @@ class TransferPump:
             ticket = CheckedTicket(ticket, partial(self._checksums.start, direction, slots))
         for part in parts:
             part.job.open_parts += 1
+            if part.end > part.job.started:  # False for a part that is copied again
+                part.job.started = part.end
         lane.add(Batch(ticket, tuple(parts), runs.total_bytes, len(runs), now))
 
     def _may_retry(self, parts: Sequence[Part]) -> bool:

@@ -7,7 +7,6 @@ reused. With a key, a batch also goes through a second buffer, which only this p
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING
@@ -16,10 +15,11 @@ import numpy as np
 
 from kvoffload.disk.system import aligned_buffer
 from kvoffload.logs import get_logger
-from kvoffload.remote.store import SharedMemory
+from kvoffload.remote.client import SharedMemory
 from kvoffload.remote.values import TRAILER_BYTES, Shard, is_whole, seal
 from kvoffload.transfer.blocking_calls import BlockingCalls, Breaker
 from kvoffload.transfer.layout import digest_of
+from kvoffload.transfer.per_thread import PerThread
 from kvoffload.transfer.tier_jobs import find_corrupt
 
 if TYPE_CHECKING:
@@ -91,7 +91,9 @@ class RemoteMover:
         self._value_bytes = arena.layout.slot_bytes + TRAILER_BYTES
         self._pitch = -(-self._value_bytes // _LINE) * _LINE
         self._batch = batch_blocks(arena.layout)
-        self._buffers = threading.local()
+        size = self._batch * self._pitch
+        self._shared = PerThread(lambda: memoryview(SharedMemory(size)))
+        self._private = PerThread(lambda: aligned_buffer(size))
 
     def positions_of(self, job: AnyJob) -> list[Sequence[int]]:
         positions = range(len(job.slots))
@@ -150,17 +152,13 @@ class RemoteMover:
                 self._checksums.take(*[slots[position] for position in part.whole])
         return part
 
-    def _values(self, store: RemoteStore | None, count: int) -> list[memoryview]:
-        """Return space for `count` values in the thread's buffer. If `store` is given, register the buffer there."""
-        own = self._buffers
-        buffer: memoryview | None = getattr(own, "buffer", None)
-        if buffer is None:
-            buffer = own.buffer = memoryview(SharedMemory(self._batch * self._pitch))
-            own.known_to = None
-        if store is not None and own.known_to is not store:
-            store.register(buffer)
-            own.known_to = store
-        return self._parts(buffer, count)
+    def _values(self, store: RemoteStore, count: int) -> list[memoryview]:
+        """Return space for `count` values in the thread's buffer, which is registered with `store`."""
+        shared = self._shared
+        if getattr(shared, "known_to", None) is not store:
+            store.register(shared.own)
+            shared.known_to = store
+        return self._parts(shared.own, count)
 
     def _own(self, count: int) -> list[memoryview]:
         """Return memory of the calling thread in which values are sealed and verified.
@@ -168,12 +166,7 @@ class RemoteMover:
         With a key, this memory is not registered: Mooncake lets other machines write to registered memory at any time,
         even between the verification and the copy.
         """
-        if self._key is None:
-            return self._values(None, count)
-        buffer: memoryview | None = getattr(self._buffers, "own", None)
-        if buffer is None:
-            buffer = self._buffers.own = aligned_buffer(self._batch * self._pitch)
-        return self._parts(buffer, count)
+        return self._parts((self._shared if self._key is None else self._private).own, count)
 
     def _copy(self, sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:
         if self._key is None:

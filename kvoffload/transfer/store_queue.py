@@ -47,7 +47,9 @@ class StoreQueue:
         self._jobs.extend(jobs)
 
     def next_batch(self, pending_bytes: int, usable: Callable[[OpenJob], bool]) -> list[Part]:
-        """Remove and return the parts to submit now: at most half of the limit, nothing if there is no room.
+        """Return the parts to submit now: at most half of the limit, nothing if there is no room.
+
+        A job is removed with its last part. The caller counts the parts in `OpenJob.started` before it calls again.
 
         Args:
             pending_bytes: bytes of submitted stores that have not ended.
@@ -63,7 +65,6 @@ class StoreQueue:
             end = min(len(job.job.slots), job.started + room)
             parts.append(Part(job, job.started, end))
             room -= end - job.started
-            job.started = end
             if end == len(job.job.slots):
                 self._jobs.popleft()
         return parts

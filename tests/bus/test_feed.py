@@ -171,7 +171,7 @@ async def test_an_unnecessary_wake_up_does_no_harm() -> None:
     async with anyio.create_task_group() as group:
         group.start_soon(take_all, feed, taken)
         await wait_all_tasks_blocked()
-        feed._bell.set()
+        feed._sleeper._bell.set()
         await wait_all_tasks_blocked()
         feed.offer(1)
         await wait_all_tasks_blocked()
@@ -204,11 +204,13 @@ async def test_a_closed_event_loop_ends_the_feed_and_not_the_producer() -> None:
         task = loop.create_task(take_all(feed, []))
         loop.call_soon(loop.stop)
         loop.run_forever()
-        feed._asleep, asleep = False, feed._asleep
+        feed._sleeper.is_asleep, asleep = False, feed._sleeper.is_asleep
         task.cancel()
         loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
         loop.close()
-        feed._asleep = asleep  # restore the flag, as if the loop had been killed without ending its tasks
+        feed._sleeper.is_asleep = (
+            asleep  # restore the flag, as if the loop had been killed without ending its tasks
+        )
 
     await anyio.to_thread.run_sync(sleep_on_a_loop_that_ends)
     assert feed.offer(1)

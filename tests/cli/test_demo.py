@@ -13,11 +13,11 @@ import anyio.to_thread
 import pytest
 
 from kvoffload.cli.demo import play, session
-from kvoffload.cli.demo.command import Screen
 from kvoffload.cli.demo.engines import audit_engine, audit_offloading, engine_config, kv_blocks
 from kvoffload.cli.demo.options import LAYERS, DemoOptions
 from kvoffload.cli.demo.play import Turn, TurnId
 from kvoffload.cli.demo.results import compare, quantiles
+from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
 from kvoffload.engine import EngineStopped, RequestStats, Token

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.cli.demo.command import Screen
+from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
 from kvoffload.remote.local import Server

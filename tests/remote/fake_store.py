@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError, RemoteGone
 from kvoffload.model.ids import BlockKey
-from kvoffload.remote.store import MISSING, Refusals
+from kvoffload.remote.client import MISSING, Refusals
 from kvoffload.remote.values import Shard
 from tests.gates import ThreadGate
 

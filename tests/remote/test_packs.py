@@ -20,8 +20,8 @@ from kvoffload.model.ids import BlockKey
 from kvoffload.remote import bucket, packs
 from kvoffload.remote.address import BucketAddress
 from kvoffload.remote.bucket import BucketStore
+from kvoffload.remote.client import MISSING
 from kvoffload.remote.packs import Catalogue, index_of, new_name, place_at
-from kvoffload.remote.store import MISSING
 from kvoffload.remote.values import Shard
 from tests.captured_logs import capture_logs
 from tests.remote.http_servers import BUCKET, S3Server

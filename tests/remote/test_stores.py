@@ -14,7 +14,8 @@ from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote.address import parse_address
-from kvoffload.remote.store import FAILED, MISSING, Refusals, RemoteStore, SharedMemory, open_store
+from kvoffload.remote.client import FAILED, MISSING, Refusals, SharedMemory
+from kvoffload.remote.store import RemoteStore, open_store
 from kvoffload.remote.values import TRAILER_BYTES, Shard, generation_name, is_whole, seal
 from tests.captured_logs import capture_logs
 from tests.remote.servers import Bucket, Mooncake

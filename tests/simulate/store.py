@@ -18,7 +18,7 @@ from kvoffload.core import tiers
 from kvoffload.model.errors import RemoteError
 from kvoffload.model.ids import BlockKey
 from kvoffload.remote import values
-from kvoffload.remote.store import FAILED, MISSING
+from kvoffload.remote.client import FAILED, MISSING
 from kvoffload.remote.values import Shard
 from kvoffload.runtime import remote_catalog, tier_kinds
 from tests.simulate.copier import fate_of

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ class Device:
 
     def __init__(self, *, load_wins_from: int, store_wins_from: int) -> None:
         self.wins_from = {Direction.LOAD: load_wins_from, Direction.STORE: store_wins_from}
-        self.time, self.lent, self.prepared = 0.0, 0, list[int]()
+        self.time, self.lent, self.kernels = 0.0, 0, dict[int, object]()
 
     def stream(self, *, urgent: bool) -> int:
         return int(urgent)
@@ -59,9 +60,6 @@ class Device:
     def seconds(self, direction: Direction, runs: CopyRuns) -> float:
         return 0.99 * max(runs.total_bytes, len(runs) * self.wins_from[direction])
 
-    def prepare_kernel(self, stream: int, programs: int) -> None:
-        self.prepared.append(stream)
-
     def copy_by_kernel(self, runs: CopyRuns, stream: int) -> None:
         copy_by_memmove(runs)
         self.time += runs.total_bytes
@@ -72,6 +70,11 @@ class Device:
         self.lent += 1
         yield CudaScratch(device.ctypes.data, np.zeros(2 * SCRATCH, np.uint8))
         self.lent -= 1
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
 
 
 def learned(device: Device, profile: GpuProfile | None = None) -> CudaCopier:
@@ -102,11 +105,7 @@ def test_the_kernel_is_prepared_for_the_directions_that_use_it(stores: bool) -> 
     device = Device(load_wins_from=32 * KIB, store_wins_from=32 * KIB)
     copier = learned(device, GpuProfile(stores=stores))
     assert copier.kernel_below == {Direction.LOAD: 32 * KIB, Direction.STORE: 32 * KIB if stores else 0}
-    assert (copier.stream(Direction.STORE) in device.prepared) is stores
-
-
-def fails_to_import(stream: int, programs: int) -> None:
-    raise ModuleNotFoundError("No module named 'triton'")
+    assert (copier.stream(Direction.STORE) in device.kernels) is stores
 
 
 def moves_wrong_bytes(runs: CopyRuns, stream: int) -> None:
@@ -124,7 +123,6 @@ def has_no_memory(size: int, stream: int) -> None:
 @pytest.mark.parametrize(
     ("call", "fault"),
     [
-        ("prepare_kernel", fails_to_import),
         ("copy_by_kernel", moves_wrong_bytes),
         ("has_passed", never_passes),
         ("scratch", has_no_memory),
@@ -138,6 +136,14 @@ def test_after_any_error_while_measuring_the_copy_engine_makes_all_copies(
     monkeypatch.setattr(device, call, fault)
     with capture_logs() as logs:
         copier = learned(device)
+    assert copier.kernel_below == ENGINE_ONLY
+    assert [entry["event"] for entry in logs] == ["page_kernel_unavailable"]
+
+
+def test_without_triton_the_copy_engine_makes_all_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvoffload.transfer.cuda.page_kernel", None)
+    with capture_logs() as logs:
+        copier = learned(Device(load_wins_from=32 * KIB, store_wins_from=32 * KIB))
     assert copier.kernel_below == ENGINE_ONLY
     assert [entry["event"] for entry in logs] == ["page_kernel_unavailable"]
 
@@ -198,7 +204,6 @@ class Batch:
     """A batch of 40 copies of 64 bytes and 2 copies of 4 KiB. Stores of less than 1 KiB use the kernel."""
 
     def __init__(self, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.kernel = install(monkeypatch)
         self._emulator, self._engine = emulator, Engine(emulator, blocks=1, pages=(40 * 64 + 2 * 4096,))
         self.driver = NotingDriver(self._engine)
         self.copier = CudaCopier(self.driver)
@@ -238,10 +243,10 @@ def test_each_direction_has_its_own_limit(batch: Batch) -> None:
 def test_a_kernel_that_does_not_start_is_switched_off_and_the_copy_engine_copies_its_batch(
     batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(self: object, runs: CopyRuns) -> None:
+    def refuse(runs: CopyRuns) -> None:
         raise RuntimeError("out of resources")
 
-    monkeypatch.setattr(batch.kernel, "enqueue", refuse)
+    monkeypatch.setitem(batch.driver.kernels, batch.copier.stream(Direction.STORE), refuse)
     with capture_logs() as logs:
         batch.run()
         batch.run()

@@ -9,7 +9,7 @@ import torch
 
 from kvoffload.model.wire import Direction
 from kvoffload.transfer.arena import Arena
-from kvoffload.transfer.cuda.copier import ENGINE_ONLY, CudaCopier
+from kvoffload.transfer.cuda.copier import ENGINE_ONLY, CudaCopier, GpuProfile
 from kvoffload.transfer.cuda.crossover import SCRATCH_BYTES, Trial, learn
 from kvoffload.transfer.cuda.driver import NvidiaDriver
 from kvoffload.transfer.factory import current_stream, make_allocator
@@ -100,10 +100,15 @@ def test_a_round_trip_through_pinned_memory_copies_every_byte_and_no_other(gpu: 
         assert torch.equal(tensor, expected)
 
 
+def prepared() -> tuple[NvidiaDriver, int]:
+    """Return a driver, and a stream that is prepared for the kernel."""
+    copier = CudaCopier(device_driver(), GpuProfile(programs=32))
+    copier.prepare_kernel(Direction.STORE)
+    return copier.driver, copier.stream(Direction.STORE)
+
+
 def test_the_kernel_copies_any_bytes_and_no_other() -> None:
-    driver = device_driver()
-    stream = driver.stream(urgent=False)
-    driver.prepare_kernel(stream, 32)
+    driver, stream = prepared()
     random = np.random.default_rng(5)
     with driver.scratch(2**20, stream) as scratch:
         there, back = scratch.host[: 2**20], scratch.host[2**20 :]
@@ -126,9 +131,7 @@ def test_the_kernel_copies_any_bytes_and_no_other() -> None:
 
 
 def test_the_crossover_is_measured_and_leaves_the_memory_as_it_was() -> None:
-    driver = device_driver()
-    stream = driver.stream(urgent=False)
-    driver.prepare_kernel(stream, 32)
+    driver, stream = prepared()
     with driver.scratch(SCRATCH_BYTES, stream) as scratch:
         limits = Trial(driver, stream, scratch).limits()
     assert set(limits) == {Direction.LOAD, Direction.STORE}

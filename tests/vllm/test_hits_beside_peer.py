@@ -108,12 +108,12 @@ class OneThread(TransferPump):
     """Runs the transfer coroutine's work in the hooks, and never wakes the coroutine."""
 
     def submit_stores(self, jobs: Sequence[DeviceJob]) -> None:
-        self._wakeup.set = lambda: None  # type: ignore[method-assign]
+        self._sleeper.wake = lambda: True  # type: ignore[method-assign]
         super().submit_stores(jobs)
         self._turn()
 
     def submit_loads(self, jobs: Sequence[DeviceJob], fence: Fence = None) -> None:
-        self._wakeup.set = lambda: None  # type: ignore[method-assign]
+        self._sleeper.wake = lambda: True  # type: ignore[method-assign]
         super().submit_loads(jobs, fence)
 
 

@@ -5,5 +5,6 @@ options   defines the command's options
 session   runs one demo and returns its exit code
 engines   starts the two engines and audits both at the end
 play      plays conversations on one engine
+screen    prints results, messages and progress
 results   computes the numbers, compares the answers and prints the table
 """

@@ -9,7 +9,6 @@ import argparse
 import json
 import logging
 import os
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING
 from kvoffload.cli import signals
 from kvoffload.cli.demo import options
 from kvoffload.cli.demo.options import LOCAL_STORES, DemoOptions
-from kvoffload.cli.exits import CommandError, Exit, print_error, say
+from kvoffload.cli.demo.screen import Screen
+from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.model.errors import RemoteError
 from kvoffload.remote.address import parse_address
 
@@ -31,34 +31,8 @@ HELP = "run the same conversations without and with offloading, and compare them
 
 add_arguments = options.add_arguments
 
-_CLEAR_LINE = "\r\x1b[K"
 # At the default log level, Mooncake's client logs a page of messages at each start.
 _QUIET = {"MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR")}
-
-
-class Screen:
-    """Prints results to standard output and messages to standard error. Shows progress if the latter is a terminal.
-
-    Args:
-        quiet: True to hide progress even on a terminal.
-    """
-
-    def __init__(self, *, quiet: bool = False) -> None:
-        self._clear = _CLEAR_LINE if sys.stderr.isatty() and not quiet else ""
-
-    def progress(self, text: str) -> None:
-        """Replace the progress line on the terminal."""
-        if self._clear:
-            print_error(f"{self._clear}{text}", end="")
-
-    def say(self, text: str) -> None:
-        """Print a message to standard error."""
-        print_error(self._clear, end="")
-        say(text)
-
-    def result(self, text: str) -> None:
-        print_error(self._clear, end="")
-        print(text, flush=True)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.remote.address import parse_address as parse_store
 
 if TYPE_CHECKING:
-    from kvoffload.engine.plugin import GroupKind
+    from kvoffload.engine.config import GroupKind
 
 LOCAL_STORES = {"mooncake": "Mooncake", "s3": "SeaweedFS (S3)"}
 """The values of --remote for which the demo starts a local server, each with the server's display name."""

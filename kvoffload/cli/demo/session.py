@@ -33,7 +33,7 @@ from kvoffload.telemetry.exporter import KVOffloadCollector, serve
 if TYPE_CHECKING:
     import argparse
 
-    from kvoffload.cli.demo.command import Screen
+    from kvoffload.cli.demo.screen import Screen
     from kvoffload.engine import Engine
     from kvoffload.runtime.scheduler_side import SchedulerSide
 

@@ -251,7 +251,7 @@ class CudaTicket:
             return False
         except Exception as error:
             # If the launch ran in spite of the error, the copy engine writes the same bytes again.
-            self._copier.kernel_below = ENGINE_ONLY
+            self._copier.use_kernel(ENGINE_ONLY)
             log.warning("page_kernel_off", direction=self._direction.value, reason=repr(error))
             return self._enqueue_one(may_wait=may_wait)
         self._left.popleft()
@@ -311,8 +311,21 @@ class CudaCopier:
         """
         for direction, limit in below.items():
             if limit:
-                self.driver.prepare_kernel(self._streams[direction], self.profile.programs)
+                self.prepare_kernel(direction)
         self.kernel_below = below
+
+    def prepare_kernel(self, direction: Direction) -> None:
+        """Compile the page kernel and allocate its memory for copies in one direction.
+
+        Raises:
+            Exception: the kernel is not available here.
+        """
+        # Import `PageKernel` here, because triton may not be installed.
+        from kvoffload.transfer.cuda.page_kernel import PageKernel
+
+        stream, kernels = self._streams[direction], self.driver.kernels
+        if stream not in kernels:
+            kernels[stream] = PageKernel(self.driver, stream, self.profile.programs).enqueue
 
     def fence(self) -> Fence:
         event = self.driver.event(timed=False)

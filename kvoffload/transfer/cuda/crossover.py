@@ -64,7 +64,7 @@ def learn(copier: CudaCopier, device: str) -> None:
     try:
         # The load stream is still idle, and loads will use the kernel prepared on it.
         stream = copier.stream(Direction.LOAD)
-        driver.prepare_kernel(stream, copier.profile.programs)
+        copier.prepare_kernel(Direction.LOAD)
         with driver.scratch(SCRATCH_BYTES, stream) as scratch:
             limits = Trial(driver, stream, scratch).limits(stores=copier.profile.stores)
         copier.use_kernel(limits)

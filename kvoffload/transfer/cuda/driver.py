@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kvoffload.transfer.cuda.page_kernel import PageKernel
     from kvoffload.transfer.runs import CopyRuns
 
 log = get_logger("transfer")
@@ -164,6 +163,7 @@ class NvidiaDriver:
     Attributes:
         is_batched: whether copies go to the driver in batches.
         slice_copies: how many copies to enqueue in one slice; this takes a millisecond at most.
+        kernels: for each stream with a page kernel, the function that launches it; `CudaCopier.prepare_kernel` adds them.
 
     Raises:
         EngineContractError: NVIDIA's driver library cannot be loaded (other vendors' devices are not supported yet).
@@ -183,7 +183,7 @@ class NvidiaDriver:
         self.enter()
         self._spare: dict[bool, deque[int]] = {timed: deque() for timed in (True, False)}
         self._queues: dict[int, _Queue] = {}  # the counts of each stream, by the stream's handle
-        self._kernels: dict[int, PageKernel] = {}
+        self.kernels: dict[int, Callable[[CopyRuns], None]] = {}
         are_safe = batch_copies == "auto" and self.attribute(_CAPABILITY_MAJOR) < _BLACKWELL
         self._batch = library.batch_copy() if are_safe or batch_copies == "on" else None
         self.is_batched = self._batch is not None
@@ -295,28 +295,15 @@ class NvidiaDriver:
             if code := copy(*numbers, stream):
                 raise self.library.error("cuMemcpyAsync", code)
 
-    def prepare_kernel(self, stream: int, programs: int) -> None:
-        """Compile the page kernel and allocate its memory on `stream`, for launches of up to `programs` thread blocks.
-
-        Raises:
-            Exception: the kernel is not available here.
-        """
-        # Import `PageKernel` here, because triton may not be installed.
-        from kvoffload.transfer.cuda.page_kernel import PageKernel
-
-        self.enter()
-        if stream not in self._kernels:
-            self._kernels[stream] = PageKernel(self, stream, programs)
-
     def copy_by_kernel(self, runs: CopyRuns, stream: int) -> None:
-        """Enqueue at most `KERNEL_COPIES` copies as one launch on a stream that `prepare_kernel` has prepared.
+        """Enqueue at most `KERNEL_COPIES` copies as one launch of the stream's page kernel.
 
         Raises:
             BufferError: too many launches are in flight; nothing was enqueued.
             Exception: the kernel cannot be launched.
         """
         self.enter()
-        self._kernels[stream].enqueue(runs)
+        self.kernels[stream](runs)
         self._queues[stream].enqueued += _LAUNCH
 
     @contextmanager

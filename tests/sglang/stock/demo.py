@@ -23,7 +23,7 @@ from typing import Any
 from transformers.utils import logging as transformers_logging
 
 from kvoffload.checks.options import positive
-from kvoffload.cli.demo.command import Screen
+from kvoffload.cli.demo.screen import Screen
 from tests.sglang.stock.engines import PAGE, Answer, Server, serving, wait_until
 from tests.vllm.stock import checkpoints
 from tests.vllm.stock.demo_report import RULE, perform, row, times_ms

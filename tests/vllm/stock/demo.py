@@ -28,9 +28,9 @@ from transformers.utils import logging as transformers_logging
 if torch.cuda.is_available():
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cuda")  # otherwise the import of `engines` sets "cpu"
 
-from kvoffload.cli.demo.command import Screen
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Conversation, TurnId, make_conversations, prompt_of
+from kvoffload.cli.demo.screen import Screen
 from tests.vllm.stock import checkpoints, client, demo_report, engines
 from tests.vllm.stock.demo_report import Play
 

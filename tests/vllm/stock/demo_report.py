@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from kvoffload.cli.demo.command import Screen
 from kvoffload.cli.demo.play import TurnId
+from kvoffload.cli.demo.screen import Screen
 from kvoffload.cli.exits import print_error
 from tests.vllm.stock.client import Metrics, Reply
 
