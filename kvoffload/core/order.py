@@ -38,7 +38,7 @@ class EvictionOrder(Protocol):
         """Make room for slots with numbers below `capacity`."""
 
     def add(self, slots: Sequence[SlotId], came: Came, now: float) -> None:
-        """Add slots, of which the first is to be taken first; `now` is the time in seconds."""
+        """Add slots; the first one must be taken first. `now` is the time in seconds."""
 
     def remove(self, slots: Sequence[SlotId]) -> None:
         """Remove slots. Raises KeyError if one is not in the order."""
