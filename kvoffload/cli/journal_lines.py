@@ -15,7 +15,7 @@ from kvoffload.cli.exits import CommandError, Exit, say
 from kvoffload.cli.partial_file import STDOUT
 
 if TYPE_CHECKING:
-    from kvoffload.telemetry.records import JournalError, Part, Record
+    from kvoffload.telemetry.records import JournalError, Record, Selection
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _CLOCK = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?")
@@ -73,7 +73,7 @@ class Lines:
     """
 
     path: Path
-    part: Part | None = None
+    part: Selection | None = None
     words: str = ""
     count: int = 0
     seconds: float = 0.0
@@ -133,16 +133,16 @@ class Lines:
         self.provenance = provenance
 
 
-def _part(args: argparse.Namespace) -> Part:
+def _part(args: argparse.Namespace) -> Selection:
     """Return the part of the journal that the options select. `--last` counts back from the journal's last line."""
-    from kvoffload.telemetry.records import Part, last_time
+    from kvoffload.telemetry.records import Selection, last_time
 
     last = 0.0
     if args.last is not None or any(_CLOCK.fullmatch(text) for text in (args.since, args.until) if text):
         last = last_time(args.journal) or 0.0
     since = -math.inf if args.since is None else parse_time(args.since, last)
     until = math.inf if args.until is None else parse_time(args.until, last)
-    return Part(since if args.last is None else last - args.last, until, args.request)
+    return Selection(since if args.last is None else last - args.last, until, args.request)
 
 
 def parse_time(text: str, last: float) -> float:

@@ -23,7 +23,7 @@ from kvoffload.cli.partial_file import STDOUT, written
 from kvoffload.telemetry.provenance import describe_machine
 
 if TYPE_CHECKING:
-    from kvoffload.gpu_check.parts import Line, Options, Part
+    from kvoffload.gpu_check.parts import CheckPart, Line, Options
 
 HELP = "check copies between host and an NVIDIA GPU, and measure them against the goals"
 ENGINES = "kvoffload.gpu_checks"
@@ -39,24 +39,24 @@ _WORDS = {
 }
 
 
-def parts() -> dict[str, Part]:
+def parts() -> dict[str, CheckPart]:
     """Return all parts by name, in the order in which they run. The parts of installed engines are the last."""
-    from kvoffload.gpu_check.parts import Part
+    from kvoffload.gpu_check.parts import CheckPart
 
     copies, latencies, hazards = f"{_HERE}.copies", f"{_HERE}.latencies", f"{_HERE}.hazards"
     own = {
-        "device": Part("GPU", f"{copies}:device", 60, is_check=True),
-        "bytes": Part("wrong bytes", f"{copies}:compared", 180, is_check=True),
-        "speeds": Part("speeds", f"{copies}:speeds", 120),
-        "latencies": Part("latencies", f"{latencies}:latencies", 90),
-        "profile": Part("how the page kernel is best used", f"{copies}:profile", 180),
-        "captures": Part("calls during a capture", f"{hazards}:captures", 90),
-        "depth": Part("depth of a stream", f"{hazards}:depth", 90),
-        "exits": Part("exit codes", f"{hazards}:exits", 120),
-        "segments": Part("expandable segments", f"{hazards}:segments", 90),
+        "device": CheckPart("GPU", f"{copies}:device", 60, is_check=True),
+        "bytes": CheckPart("wrong bytes", f"{copies}:compared", 180, is_check=True),
+        "speeds": CheckPart("speeds", f"{copies}:speeds", 120),
+        "latencies": CheckPart("latencies", f"{latencies}:latencies", 90),
+        "profile": CheckPart("how the page kernel is best used", f"{copies}:profile", 180),
+        "captures": CheckPart("calls during a capture", f"{hazards}:captures", 90),
+        "depth": CheckPart("depth of a stream", f"{hazards}:depth", 90),
+        "exits": CheckPart("exit codes", f"{hazards}:exits", 120),
+        "segments": CheckPart("expandable segments", f"{hazards}:segments", 90),
     }
     engines = {
-        point.name: Part(point.name, f"{point.value}:lines", _ENGINE_S, is_check=True)
+        point.name: CheckPart(point.name, f"{point.value}:lines", _ENGINE_S, is_check=True)
         for point in entry_points(group=ENGINES)
     }
     return own | dict(sorted(engines.items()))
@@ -124,7 +124,7 @@ def _judged(line: Line, before: Sequence[Line]) -> Line:
     return line
 
 
-def _chosen(names: Sequence[str] | None) -> list[Part]:
+def _chosen(names: Sequence[str] | None) -> list[CheckPart]:
     """Return the parts to run. The first part always runs.
 
     Raises:

@@ -48,7 +48,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CheckPart:
     """A part of the check, which runs in a separate process.
 
     Args:
@@ -169,7 +169,7 @@ def asked(what: str, answers: Iterator[Line], *, is_check: bool = False) -> Iter
         yield Line(what, words=words, is_met=False, is_check=is_check)
 
 
-def lines_of(part: Part, options: Options, log: Path) -> Iterator[Line]:
+def lines_of(part: CheckPart, options: Options, log: Path) -> Iterator[Line]:
     """Run a part, and yield each of its lines when it arrives. If the part fails, the last line says how.
 
     Args:
@@ -212,7 +212,7 @@ def _problem(code: int | None, limit_s: float, log: Path, began: int) -> str:
     return f"{how}: {' | '.join(said.splitlines())}" if said else how
 
 
-def _run(part: Part, options: Options, log: Path, finds: Connection) -> None:
+def _run(part: CheckPart, options: Options, log: Path, finds: Connection) -> None:
     """Run a part. This is the main function of the part's process."""
     os.setsid()
     if sys.platform == "linux":
@@ -224,7 +224,7 @@ def _run(part: Part, options: Options, log: Path, finds: Connection) -> None:
         finds.send(line)
 
 
-def _answers(part: Part, options: Options) -> Iterator[Line]:
+def _answers(part: CheckPart, options: Options) -> Iterator[Line]:
     module, _, name = part.where.partition(":")
     yield from getattr(import_module(module), name)(options, *part.arguments)
 

@@ -182,7 +182,7 @@ class JournalError(KVOffloadError):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Selection:
     """A selection of a journal's lines; by default all lines.
 
     Args:
@@ -196,7 +196,7 @@ class Part:
 
 
 def read_journal(
-    path: Path, part: Part | None = None, on_begun: OnBegun = lambda provenance: None
+    path: Path, part: Selection | None = None, on_begun: OnBegun = lambda provenance: None
 ) -> Iterator[Record]:
     """Yield the lines of a journal's files, the oldest line first.
 
@@ -208,7 +208,7 @@ def read_journal(
     Raises:
         JournalError: a file cannot be opened, or a line does not have the journal's format.
     """
-    part = part or Part()
+    part = part or Selection()
     records = (record for file in files_of(path) for record in _read_file(file, part, on_begun))
     return records if part.request is None else _of_request(records, part.request)
 
@@ -253,7 +253,7 @@ def _open(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
         yield gzip.GzipFile(fileobj=raw) if is_packed else raw
 
 
-def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
+def _read_file(path: Path, part: Selection, on_begun: OnBegun) -> Iterator[Record]:
     with _open(path) as file:
         for number in itertools.count(1):
             try:
@@ -267,7 +267,7 @@ def _read_file(path: Path, part: Part, on_begun: OnBegun) -> Iterator[Record]:
                 yield record
 
 
-def _parse(line: bytes, part: Part, on_begun: OnBegun) -> Record | None:
+def _parse(line: bytes, part: Selection, on_begun: OnBegun) -> Record | None:
     """Return the record in a line, or None for a file's first line and for lines that `part` does not select."""
     found = _START.match(line)
     if found is not None and found[2] != BEGUN.encode() and not part.since <= float(found[1]) <= part.until:

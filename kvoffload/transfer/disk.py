@@ -7,7 +7,7 @@ share one disk call.
     other pages            gathered into the calling thread's buffer, or scattered from it
 
 A call that hangs occupies its thread and that thread's buffer. Slots that the call may still change are not used again.
-`Part.under_call` lists them: file slots for a write, host slots for a read in place. A write in place quarantines no
+`TierPart.under_call` lists them: file slots for a write, host slots for a read in place. A write in place quarantines no
 host slot: the bytes that it still reads there go only to file slots that are not used again. The job's other slots can
 be reused. Reading in place took 0.7 times the processor time of reading through a buffer, for blocks of 1 and 4 MiB in
 8 pages each.
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.blocking_calls import Call
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.ports import Clock
-    from kvoffload.transfer.tier_jobs import Part
+    from kvoffload.transfer.tier_jobs import TierPart
 
 Pieces: TypeAlias = Sequence[memoryview]
 """The bytes of one slot, padded at the end to a whole 4 KiB page."""
@@ -169,7 +169,7 @@ class DiskMover:
         at_once = self._buffers.at_once
         return [positions[start : start + at_once] for start in range(0, len(positions), at_once)]
 
-    def put(self, part: Part, call: Call, file: SlotFile) -> Part:
+    def put(self, part: TierPart, call: Call, file: SlotFile) -> TierPart:
         """Write host slots to their file slots, skipping host slots whose bytes have changed."""
         job, positions = part.job, part.positions
         with self._arena.held():  # the disk may read straight from host slots
@@ -187,7 +187,7 @@ class DiskMover:
         part.sums = sums
         return part
 
-    def get(self, part: Part, call: Call, file: SlotFile) -> Part:
+    def get(self, part: TierPart, call: Call, file: SlotFile) -> TierPart:
         """Read file slots into the thread's buffer, or straight into their host slots, and verify them."""
         job, positions = part.job, part.positions
         with self._arena.held():  # the disk may write straight into host slots
@@ -200,7 +200,7 @@ class DiskMover:
                 (part.whole if is_right else part.corrupt).append(position)
         return part
 
-    def fill(self, part: Part) -> Part:
+    def fill(self, part: TierPart) -> TierPart:
         """Copy the correct blocks from the thread's buffer into their host slots, unless they were read in place."""
         slots = part.job.slots
         with self._arena.held():
@@ -214,7 +214,7 @@ class DiskMover:
 
     def _call(
         self,
-        part: Part,
+        part: TierPart,
         call: Call,
         copy: Callable[[int, Sequence[memoryview]], None],
         data: Mapping[int, Pieces],

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.blocking_calls import Call
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.layout import DeviceLayout
-    from kvoffload.transfer.tier_jobs import Part
+    from kvoffload.transfer.tier_jobs import TierPart
 
 MOST_BLOCKS = 64
 """The maximum number of blocks in a batch. Larger batches are not faster."""
@@ -99,7 +99,7 @@ class RemoteMover:
         positions = range(len(job.slots))
         return [positions[start : start + self._batch] for start in positions[:: self._batch]]
 
-    def put(self, part: Part, call: Call, store: RemoteStore) -> Part:
+    def put(self, part: TierPart, call: Call, store: RemoteStore) -> TierPart:
         """Write host slots to the remote tier, skipping host slots whose bytes have changed."""
         job, batch = part.job, part.positions
         shard = self._shard(job)
@@ -125,7 +125,7 @@ class RemoteMover:
         part.refused = None if all(taken) else store.refusals.fault
         return part
 
-    def get(self, part: Part, _: Call, store: RemoteStore) -> Part:
+    def get(self, part: TierPart, _: Call, store: RemoteStore) -> TierPart:
         """Read values into the thread's buffer, and verify them."""
         job, batch = part.job, part.positions
         shard = self._shard(job)
@@ -141,7 +141,7 @@ class RemoteMover:
             (part.whole if is_right else part.corrupt).append(position)
         return part
 
-    def fill(self, part: Part) -> Part:
+    def fill(self, part: TierPart) -> TierPart:
         """Copy the correct values from the thread's buffer into their host slots."""
         buffers, slots = self._own(len(part.positions)), part.job.slots
         with self._arena.held():

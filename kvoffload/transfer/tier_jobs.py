@@ -36,7 +36,7 @@ class TierReport(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class TierPart:
     """The blocks of a job that one call copies, and the call's results.
 
     Args:
@@ -59,7 +59,7 @@ class Part:
     refused: RemoteFault | None = None
 
 
-def find_corrupt(part: Part, checksums: Checksums | None, log: BoundLogger) -> None:
+def find_corrupt(part: TierPart, checksums: Checksums | None, log: BoundLogger) -> None:
     """Record and log a part's host slots whose bytes have changed. Call this after the bytes were copied.
 
     A slot that is intact after the copy was also intact during the copy, unless the slot was reused in between, which
@@ -81,13 +81,13 @@ class Mover(Protocol):
     def positions_of(self, job: AnyJob) -> list[Sequence[int]]:
         """Return the positions of the blocks in each part of a job."""
 
-    def put(self, part: Part, call: Call, resource: Any) -> Part:  # noqa: ANN401
+    def put(self, part: TierPart, call: Call, resource: Any) -> TierPart:  # noqa: ANN401
         """Copy a part's host slots to the tier, skipping host slots whose bytes have changed."""
 
-    def get(self, part: Part, call: Call, resource: Any) -> Part:  # noqa: ANN401
+    def get(self, part: TierPart, call: Call, resource: Any) -> TierPart:  # noqa: ANN401
         """Read a part's blocks into memory that only this call uses, and verify them."""
 
-    def fill(self, part: Part) -> Part:
+    def fill(self, part: TierPart) -> TierPart:
         """Copy the correct blocks into their host slots.
 
         The slots still belong to the job, because the calling thread holds the call's token.
@@ -95,7 +95,7 @@ class Mover(Protocol):
 
 
 @dataclass(slots=True, eq=False)
-class _OpenJob:
+class _OpenTierJob:
     """A job with parts that have not ended.
 
     Args:
@@ -123,7 +123,7 @@ class _OpenJob:
     sums: dict[int, int] = field(default_factory=dict)
     is_cancelled: bool = False
 
-    def note(self, part: Part, call: Call) -> None:
+    def note(self, part: TierPart, call: Call) -> None:
         """Add an ended part.
 
         The part's results count only if its call succeeded; a hanging call's thread may still change them.
@@ -201,8 +201,8 @@ class TierJobs:
 
     def submit(self, job: AnyJob) -> None:
         """Queue a job. A job that cannot be started is reported as failed."""
-        parts = [Part(job, positions) for positions in self._mover.positions_of(job)]
-        opened = _OpenJob(job, self._monotonic(), len(parts))
+        parts = [TierPart(job, positions) for positions in self._mover.positions_of(job)]
+        opened = _OpenTierJob(job, self._monotonic(), len(parts))
         is_put = job.direction is Direction.STORE
         copy, use = (self._mover.put, None) if is_put else (self._mover.get, self._mover.fill)
         for part in parts:
@@ -231,7 +231,7 @@ class TierJobs:
         """Accept no more jobs."""
         self.calls.close()
 
-    def _part_ended(self, opened: _OpenJob, part: Part, call: Call) -> None:
+    def _part_ended(self, opened: _OpenTierJob, part: TierPart, call: Call) -> None:
         opened.note(part, call)
         if not opened.open_parts:
             self._reports.append(opened.report(self._monotonic(), self._slot_bytes))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from kvoffload.core.machine import SlotState
-from kvoffload.gpu_check.parts import Line, Options, Part, lines_of, measured
+from kvoffload.gpu_check.parts import CheckPart, Line, Options, lines_of, measured
 from kvoffload.model.ids import SlotId
 from kvoffload_vllm.gpu_check import ENVIRONMENT, ON_GPU, VOCABULARY, Engine, check_machine, write_model
 
@@ -110,16 +110,18 @@ def compared(options: Options, modes: Sequence[Mode]) -> Iterator[Line]:
             expected = model / f"{number}.json"
             what = f"{mode.what}, without kvoffload"
             own: tuple[object, ...] = (model, expected, mode.engine, what)
-            yield from _found(Part(what, f"{_HERE}:plain", _ENGINE_S, own), options)
+            yield from _found(CheckPart(what, f"{_HERE}:plain", _ENGINE_S, own), options)
             if not expected.exists():
                 continue  # the engine failed, and `_found` has yielded the reason
             for row, settings in mode.settings.items():
                 what = f"{mode.what}{row}"
                 own = (model, expected, mode.engine, what, settings)
-                yield from _found(Part(what, f"{_HERE}:offloading", _ENGINE_S, own, is_check=True), options)
+                yield from _found(
+                    CheckPart(what, f"{_HERE}:offloading", _ENGINE_S, own, is_check=True), options
+                )
 
 
-def _found(part: Part, options: Options) -> Iterator[Line]:
+def _found(part: CheckPart, options: Options) -> Iterator[Line]:
     """Run a part in another process, yield the part's output lines, and copy the part's log to standard error."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvoffload.gpu_check.parts import Line, Options, Part, lines_of
+from kvoffload.gpu_check.parts import CheckPart, Line, Options, lines_of
 
 OPTIONS = Options("cuda:0", 1 << 20, 1, 1 << 30)
 HERE = "tests.gpu_check.parts"
 
 
 def found(name: str, tmp_path: Path, *arguments: int) -> list[Line]:
-    part = Part("the part", f"{HERE}:{name}", 60, arguments, is_check=True)
+    part = CheckPart("the part", f"{HERE}:{name}", 60, arguments, is_check=True)
     return list(lines_of(part, OPTIONS, tmp_path / "log"))
 
 
@@ -48,7 +48,7 @@ def test_a_hanging_part_is_killed_and_its_results_are_kept(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr("kvoffload.gpu_check.parts.time", SimpleNamespace(monotonic=lambda: now[0]))
-    lines = lines_of(Part("the part", f"{HERE}:hangs", 60, (2,)), OPTIONS, tmp_path / "log")
+    lines = lines_of(CheckPart("the part", f"{HERE}:hangs", 60, (2,)), OPTIONS, tmp_path / "log")
     first, second = next(lines), next(lines)
     assert (first.what, second.what) == ("line 0", "line 1")
     now[0] = 61.0
@@ -60,8 +60,8 @@ def test_a_hanging_part_is_killed_and_its_results_are_kept(
 def test_after_a_kill_at_any_moment_the_file_has_all_results(tmp_path: Path) -> None:
     code = (
         "import sys; from kvoffload.cli.main import main; from kvoffload.gpu_check import command\n"
-        "from kvoffload.gpu_check.parts import Part\n"
-        f"command.parts = lambda: {{'device': Part('GPU', '{HERE}:device', 60), 'two': Part('two', '{HERE}:hangs', 60, (3,))}}\n"
+        "from kvoffload.gpu_check.parts import CheckPart\n"
+        f"command.parts = lambda: {{'device': CheckPart('GPU', '{HERE}:device', 60), 'two': CheckPart('two', '{HERE}:hangs', 60, (3,))}}\n"
         "sys.exit(main(['gpu-check']))"
     )
     with subprocess.Popen(

@@ -13,7 +13,7 @@ import pytest
 from kvoffload.cli.exits import Exit
 from kvoffload.cli.main import main
 from kvoffload.gpu_check import command, copies, hazards, latencies
-from kvoffload.gpu_check.parts import Line, Options, Part, asked, measured
+from kvoffload.gpu_check.parts import CheckPart, Line, Options, asked, measured
 from kvoffload.gpu_check.rig import Rig
 from kvoffload.model.wire import Direction
 from kvoffload.transfer import factory
@@ -79,9 +79,9 @@ def test_other_failures_do_not_end_gpu_check(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parts = {
-        "device": Part("GPU", f"{HERE}:device", 60),
-        "crash": Part("a crash", f"{HERE}:crashes", 60),
-        "last": Part("the last", f"{HERE}:raises", 60, is_check=True),
+        "device": CheckPart("GPU", f"{HERE}:device", 60),
+        "crash": CheckPart("a crash", f"{HERE}:crashes", 60),
+        "last": CheckPart("the last", f"{HERE}:raises", 60, is_check=True),
     }
     monkeypatch.setattr(command, "parts", lambda: parts)
     assert main([*SMALL, "--only", "crash"]) == Exit.MISSED

@@ -19,8 +19,8 @@ from kvoffload.telemetry.records import (
     BEGUN,
     JournalError,
     OnBegun,
-    Part,
     Record,
+    Selection,
     files_of,
     last_time,
     read_journal,
@@ -133,7 +133,7 @@ def test_lines_outside_the_wanted_times_are_skipped(tmp_path: Path) -> None:
     write(path, 900, batch=500)
     times = [record.time for record in read_journal(path)]
     begun: list[Mapping[str, object]] = []
-    wanted = read_journal(path, Part(times[100], times[200]), begun.append)
+    wanted = read_journal(path, Selection(times[100], times[200]), begun.append)
     assert [record.time for record in wanted] == times[100:201]
     assert begun == [PROVENANCE]
     assert last_time(path) == max(json.loads(line)["t"] for line in path.read_text().splitlines())
