@@ -183,7 +183,7 @@ class Lookups:
         fetched: tuple[tuple[Tier, int], ...] = ()
         if record.fetched_from and tokens > device_tokens:
             by_tier = record.fetched_tokens(device_tokens, tokens, self._state.shape)
-            fetched = tuple([each for each in by_tier.items() if each[1]])
+            fetched = tuple(by_tier.items())
         tally.events.append(
             events.LookupAnswered(*answered, cause if missed else None, fetched, not record.reads_cache)
         )

@@ -13,7 +13,8 @@ from kvoffload.model.ids import SlotId
 class Came(Enum):
     """Why a slot joins the order."""
 
-    FILLED = 0  # a block was stored or fetched, or an earlier process left it
+    # A block was fetched, or an earlier process left it. A stored block mostly joins as RELEASED: its request holds it.
+    FILLED = 0
     USED = 1  # a request used the block: a hit was loaded or dropped, or the request's own blocks were marked as used
     RELEASED = 2  # a request that held the slot has ended
     COPIED = 3  # a copy to or from a lower tier has ended, which is no use of the block

@@ -149,7 +149,7 @@ class RequestRecord(Struct, eq=False):
         return min(limit, device_tokens + max(load_tokens - (not shape.is_full_only), 0))
 
     def fetched_tokens(self, start: int, end: int, shape: EngineShape) -> dict[Tier, int]:
-        """Return how many tokens of a hit were fetched for this request, by tier.
+        """Return how many tokens of a hit were fetched for this request, by tier, without tiers that had none.
 
         If blocks of several tiers contain a token, the token counts for the lowest of these tiers.
 
@@ -165,7 +165,7 @@ class RequestRecord(Struct, eq=False):
             for tier, first, last in spans:
                 if tier is lower:
                     lowest |= dict.fromkeys(range(first // unit, -(-last // unit)), tier)
-        tokens = dict.fromkeys(LOWER_TIERS, 0)
+        tokens = dict.fromkeys([tier for tier in LOWER_TIERS if tier in lowest.values()], 0)
         for part, tier in lowest.items():
             tokens[tier] += min(end, (part + 1) * unit) - max(start, part * unit)
         return tokens

@@ -1,6 +1,6 @@
 """What the runtime needs to know of each lower tier: its settings, its catalog and its copies. `Tier` has the rest.
 
-A new tier is a class of `core/tiers.py`, a member of `Tier`, and an entry of `KINDS`.
+ARCHITECTURE.md says what else a new tier needs.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import pytest
 
 from dashboards.generate.files import FOLDER
 from dashboards.generate.promql import ENGINE_LABELS, VARIABLES, VLLM_SERIES, substitute
+from kvoffload.model.wire import LOWER_TIERS
 from tests.dashboards.queries import metrics_in
 
 FILES = sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))
@@ -86,8 +87,9 @@ def test_every_panel_has_a_description_and_names_no_data_source_or_engine(board:
 
 def test_the_lower_tiers_dashboard_shows_one_tier_and_marks_rows_for_only_one_tier() -> None:
     (board,) = [json.loads(path.read_text()) for path in FILES if path.stem == "tiers"]
+    tiers = [each.value for each in LOWER_TIERS]
     (tier,) = [variable for variable in board["templating"]["list"] if variable["name"] == "tier"]
-    assert (tier["type"], tier["query"], tier["current"]["value"]) == ("custom", "disk,remote", "disk")
+    assert (tier["type"], tier["query"], tier["current"]["value"]) == ("custom", ",".join(tiers), tiers[0])
     assert not tier.get("multi")
     row = ""
     for panel in board["panels"]:

@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--rules", action="store_true", help="instead of mutants, leave out one rule at a time")
     folders = [Path("kvoffload", name) for name in _PACKAGES]
     option("--sources", type=Path, nargs="+", default=folders, metavar="DIR", help="what is changed")
-    folders = [Path("tests", name) for name in _PACKAGES]
+    folders = [*[Path("tests", name) for name in _PACKAGES], Path("tests/test_tier_cache.py")]
     option("--tests", type=Path, nargs="+", default=folders, metavar="DIR", help="what should notice")
     folder = Path(".venv/mutants")
     option("--keep", type=Path, default=folder, metavar="DIR", help="for results, which a later run reuses")
@@ -83,7 +83,9 @@ def _measured(options: argparse.Namespace, paths: Sequence[Path]) -> Tests:
 
 def _digest(folders: Iterable[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+    for path in sorted(
+        path for each in folders for path in ([each] if each.is_file() else each.rglob("*.py"))
+    ):
         source = path.read_bytes()
         digest.update(f"{path} {len(source)}\n".encode() + source)
     return digest.hexdigest()

@@ -306,10 +306,14 @@ class SimDisk(RecordedOs):
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
         fate = self._wait(("error", "short", "flip"))
-        [buffer] = buffers
-        count = os.preadv(descriptor, [buffer], offset)
+        count = os.preadv(descriptor, buffers, offset)
         if fate == "flip" and count:
-            self._flip(buffer[:count])
+            data = bytearray(b"".join(map(bytes, buffers)))[:count]
+            self._flip(data)
+            for buffer in buffers:
+                size = min(len(buffer), len(data))
+                buffer[:size] = data[:size]
+                del data[:size]
         return self._draws.randint(1, count) if fate == "short" and count else count
 
     def fdatasync(self, descriptor: int) -> None:

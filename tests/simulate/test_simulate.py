@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,9 @@ def test_the_first_seeds_pass_and_cover_every_kind_of_event(seeds: int) -> None:
     # only some seeds have recurrent layers, or a disk or remote tier that outlives an engine
     rare = ["states", "boundaries", "lives", "restored", "disk store done", "disk store failed"]
     assert min(total[what] for what in [*rare, "disk load done", "remote load done"]) > seeds // 20, total
+    for tier, way in product(("disk", "remote"), ("store", "load")):
+        done, failed = (total[f"{tier} {way} {outcome}"] for outcome in ("done", "failed"))
+        assert done > 2 * failed, f"the stand-in of the {tier} does not work"
 
 
 @pytest.mark.parametrize("seed", [6, 9])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+from kvoffload.model.wire import LOWER_TIERS
 from kvoffload.telemetry import families
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
 from kvoffload.telemetry.families import Families
@@ -51,7 +52,7 @@ def test_a_lower_tiers_metrics_are_served_from_its_first_message_and_all_others_
 
     alone = sum(len(metric.series_with(set())) for metric in CATALOGUE)
     assert served().count([0, 0]) == alone
-    made.observe({"kvoffload_tier_state": {"disk,open": 0, "remote,open": 0}}, 1)
+    made.observe({"kvoffload_tier_state": {f"{tier.value},open": 0 for tier in LOWER_TIERS}}, 1)
     assert served().count([0, 0]) == alone
     assert served().count([None, 0]) == sum(len(metric.series) for metric in CATALOGUE) - alone > 90
 
