@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvoffload.core.machine import JobState, SlotState
@@ -249,7 +250,7 @@ class Label:
         return tuple(map(label_of, self.served or self.enum or ()))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Metric:
     """The declaration of one metric.
 
@@ -283,7 +284,7 @@ class Metric:
     def label_names(self) -> tuple[str, ...]:
         return tuple(label.name for label in self.labels)
 
-    @property
+    @cached_property
     def series(self) -> tuple[tuple[str, ...], ...]:
         """All combinations of label values; empty if a label has no enum.
 
