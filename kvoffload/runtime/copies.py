@@ -132,6 +132,11 @@ class OpenCopies:
         """Return how many running jobs have this direction and this `is_overdue`. Any thread may call this method."""
         return self._counts[direction, is_overdue]
 
+    @property
+    def is_loading(self) -> bool:
+        """Return whether a load runs that is not overdue, or will be submitted with the next plan."""
+        return self.count(Direction.LOAD, is_overdue=False) > 0 or None in self.awaited.values()
+
     # -- answers ------------------------------------------------------------------------------------------------
 
     def awaits(self, request: RequestId) -> None:

@@ -380,19 +380,19 @@ class SchedulerSide:
     # -- calls from operators -----------------------------------------------------------------------------------
 
     def reset(self) -> bool:
-        """Discard all blocks, so that lookups find nothing computed before; return whether the reset is complete.
+        """Discard all blocks; return whether nothing computed before can be found or loaded any more.
 
-        The reset is incomplete while copies of older blocks run: `kvoffload_reset_draining_jobs` counts their jobs, and
-        `reset_ended` is logged when the last has ended. The reset is also incomplete, with a warning in the log, while
-        a later process could find older blocks on the disk or in the remote tier. Call `reset` again to retry.
+        Other copies of older blocks may still run, but their results are dropped: `kvoffload_reset_draining_jobs` counts
+        their jobs, and `reset_ended` is logged when the last has ended. The answer is False while a load of older
+        blocks runs, and, with a warning in the log, while a later process could find older blocks on the disk or in the
+        remote tier. Call `reset` again to retry.
         """
         began = self._hook.now = self._clocks.monotonic()
         self._handle(facts.CacheReset())
         self._look_at_reset(is_new=True)
         is_forgotten = self._tiers.reset()
         self._hook.spent[_RESET] += self._clocks.monotonic() - began
-        has_ended = self.copies.oldest is None if self.faults.error is not None else not self._jobs.pending
-        return has_ended and is_forgotten
+        return is_forgotten and not self.copies.is_loading
 
     def audit(self) -> list[str]:
         """Return a line for each problem found; any problem switches offloading off (R12).

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from msgspec.structs import replace
 
 from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig, size_text
+from kvoffload.model.errors import CopyError
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import Tier, TransferPlan, TransferReport
 from kvoffload.runtime.portal import Portal
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier, Fence
 
+P = ParamSpec("P")
+Answer = TypeVar("Answer")
+
 log = get_logger("worker")
 
 _STORE_BYTES_IN_FLIGHT = 64 * 2**20  # a few milliseconds of copying, for which a load may have to wait
-_DRAIN_S = 5.0  # how many seconds longer than `transfer_timeout_s` `close` waits for copies
+_DRAIN_S = 5.0  # how many seconds longer than `transfer_timeout_s` `close` and `unregister` wait for copies
 _PINNING_S = 10.0  # how many seconds an engine's start waits for pinned memory
 
 
@@ -142,6 +146,39 @@ class WorkerSide:
         )
         return slots
 
+    def unregister(self) -> None:
+        """Wait until no copy uses the KV memory, which the engine may then release. Until `restore`, jobs fail.
+
+        Does nothing before `register`, and in a forked child. Calling it twice does nothing more.
+
+        Raises:
+            CopyError: a copy still uses the memory after `transfer_timeout_s`; the memory must stay. Jobs are accepted.
+        """
+        if self._pump is None or self._pid != os.getpid():
+            return
+        if not self._run(self._pump.pause):
+            timeout_s = self._config.transfer_timeout_s
+            raise CopyError(
+                f"copies still use the KV cache after transfer_timeout_s = {timeout_s:g} s, so its memory cannot be released"
+            )
+
+    def restore(self, layout: DeviceLayout | None = None) -> None:
+        """Copy again, after the engine has its KV memory back.
+
+        Args:
+            layout: the memory's new addresses; by default the old ones.
+
+        Raises:
+            CopyError: `unregister` was not called, and a copy uses the old memory.
+            EngineContractError: the blocks of `layout` differ from those that were registered.
+        """
+        if self._pump is None or self._pid != os.getpid():
+            return
+        if layout is not None:
+            self.unregister()
+            self._run(self._pump.move_device, layout)
+        self._pump.resume()
+
     def begin_step(self, plan: TransferPlan) -> None:
         """Begin a step. The step's loads wait for the device work that the calling thread has enqueued before (R13).
 
@@ -195,14 +232,22 @@ class WorkerSide:
             tier.close()
         for task in self._tasks:
             task.cancel()
+        try:
+            self._run(pump.close)
+        except Exception as error:  # The engine must be able to close its other parts.
+            log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
+
+    def _run(
+        self, async_fn: Callable[P, Coroutine[object, object, Answer]], *args: P.args, **kwargs: P.kwargs
+    ) -> Answer:
+        """Run a coroutine function of the pump that may wait for copies, and return its result."""
         # Copies may still use the memory after the portal has ended, so a new portal waits for them.
         portal = self._portal if self._portal.is_alive else Portal("kvoffload-drain")
         try:
-            portal.spawn(pump.close).result(self._config.transfer_timeout_s + _DRAIN_S)
-        except Exception as error:  # The engine must be able to close its other parts.
-            log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
-        if portal is not self._portal:
-            portal.close()
+            return portal.spawn(async_fn, *args, **kwargs).result(self._config.transfer_timeout_s + _DRAIN_S)
+        finally:
+            if portal is not self._portal:
+                portal.close()
 
     async def _prepare(self, arena: Arena, began: float) -> None:
         """Prepare host memory, and log when the memory is ready. The arena logs a failed allocation."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from kvoffload.logs import get_logger
-from kvoffload.model.errors import HostMemoryBusy, HostMemoryError
+from kvoffload.model.errors import EngineContractError, HostMemoryBusy, HostMemoryError
 from kvoffload.transfer.ports import Clocks
 from kvoffload.transfer.runs import array_at, geometry_of
 
@@ -125,6 +126,20 @@ class Arena:
             if with_pauses:
                 await self._clock.sleep(self._clock.monotonic() - begun)
 
+    def move_device(self, layout: DeviceLayout) -> None:
+        """Use the addresses of `layout` for the device blocks. Call this on the thread that runs `prepare`.
+
+        Raises:
+            EngineContractError: blocks of `layout` differ from the arena's in number, pages, meaning or device.
+        """
+        if _kind(layout) != _kind(self.layout):
+            raise EngineContractError("the engine registered its KV cache again, with blocks of another kind")
+        moved = geometry_of(layout, self._chunk_slots)
+        self.geometry = replace(
+            self.geometry, device_base=moved.device_base, device_stride=moved.device_stride
+        )
+        self.layout = layout
+
     def pages(self, slot: int) -> list[memoryview]:
         """Return a slot's pages, one for each region; they are writable, and valid until `close`."""
         return [page.data for pages in self._pages_of(slot) for page in pages]
@@ -225,6 +240,10 @@ class Arena:
         self._pages.append(_pages_at(starts, sizes, count))
         # Set `ready_slots` last, because other threads read it before they use the addresses.
         self.ready_slots += count
+
+
+def _kind(layout: DeviceLayout) -> tuple[object, ...]:
+    return layout.page_bytes, layout.meaning, layout.blocks, layout.device
 
 
 def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:

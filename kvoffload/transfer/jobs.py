@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import CopyError, IllegalTransition
@@ -145,6 +146,17 @@ class JobLedger:
                 corrupt=open_job.corrupt,
             )
         )
+
+    def fail_ended_loads(self) -> None:
+        """Report loads as failed that ended and were not reported yet, because the device has lost their bytes.
+
+        No job may be open.
+        """
+        for _ in range(len(self._ended)):
+            report = self._ended.popleft()
+            if report.direction is Direction.LOAD and report.outcome is CopyOutcome.DONE:
+                report = replace(report, outcome=CopyOutcome.FAILED, copied_bytes=0)
+            self._ended.append(report)
 
     def take_reports(self) -> tuple[JobReport, ...]:
         """Return the reports of jobs that ended since the last call, in the order in which they ended."""

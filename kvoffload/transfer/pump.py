@@ -29,6 +29,8 @@ waits for them and cutting them into batches takes time.
 * A started copy cannot be cancelled. When the coroutine is cancelled, jobs that were not started fail at once. The
   coroutine runs, even if cancelled again, until started copies have ended or timed out.
 * If the coroutine dies, the hook's `poll` handles ended batches instead, and fails jobs that were not started.
+* While the engine sleeps, its device memory is gone. `pause` lets accepted jobs end first, and later jobs fail until
+  `resume`. Loads that ended and were not reported are reported as failed, because the memory loses their bytes.
 """
 
 from __future__ import annotations
@@ -61,11 +63,13 @@ if TYPE_CHECKING:
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.jobs import OpenJob
+    from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier, Fence, Ticket
 
 log = get_logger("transfer")
 
 _CLOSING = "the pump is closing"
+_PAUSED = "the engine sleeps, so its device memory cannot be used"
 _FIRST_PAUSE_S = 0.0002  # shorter than the copy of a few blocks
 LONGEST_PAUSE_S = 0.005
 """Python's thread switch interval. Polling more often gains nothing while the engine's thread computes."""
@@ -112,7 +116,7 @@ class TransferPump:
         self._reaping = Lock()
         self._sleeper = Sleeper()
         self._pause_s = _FIRST_PAUSE_S
-        self._is_closing = False
+        self._refusal: str | None = None  # why new jobs fail
         self._gone: str | None = None  # why the coroutine starts no more copies
         self._reported: tuple[int, bool, str | None] = (0, True, None)
 
@@ -142,8 +146,8 @@ class TransferPump:
             return
         with self._admission:
             accepted = self._accept(jobs, fence)
-            if self._is_closing:
-                self._fail(accepted, _CLOSING)
+            if self._refusal is not None:
+                self._fail(accepted, self._refusal)
                 return
             self._start_loads(accepted)
         if self._sleeper.is_asleep:
@@ -161,8 +165,8 @@ class TransferPump:
             return
         with self._admission:
             accepted = self._accept(jobs)
-            if self._is_closing or self._gone is not None:
-                self._fail(accepted, self._gone or _CLOSING)
+            if refusal := self._gone or self._refusal:
+                self._fail(accepted, refusal)
                 return
             self._queue.add(accepted)
         if self._sleeper.is_asleep:
@@ -250,7 +254,7 @@ class TransferPump:
             How many batches timed out and may still touch memory.
         """
         with self._admission:
-            self._is_closing = True
+            self._refusal = _CLOSING
         with self._reaping:
             self._fail_queue(_CLOSING)
         was_cancelled = False
@@ -263,6 +267,39 @@ class TransferPump:
         if was_cancelled:
             raise asyncio.CancelledError
         return self._abandoned
+
+    async def pause(self) -> bool:
+        """Accept no more jobs, and wait until accepted jobs have ended, at most `timeout_s`. `resume` undoes this.
+
+        Returns:
+            Whether no copy uses device memory any more. If some copy does, the pump accepts jobs again.
+        """
+        with self._admission:
+            self._refusal = self._refusal or _PAUSED
+        deadline = self._clock.monotonic() + self._timeout_s
+        self.poll()
+        while len(self._ledger) and self._clock.monotonic() < deadline:
+            await self._clock.sleep(LONGEST_PAUSE_S)
+            self.poll()
+        if len(self._ledger):
+            self.resume()
+            return False
+        self._ledger.fail_ended_loads()
+        return True
+
+    async def move_device(self, layout: DeviceLayout) -> None:
+        """Use the addresses of `layout` from now on. No job may be open.
+
+        Raises:
+            EngineContractError: blocks of `layout` differ from the registered ones.
+        """
+        self._arena.move_device(layout)
+
+    def resume(self) -> None:
+        """Accept jobs again after `pause`."""
+        with self._admission:
+            if self._refusal is _PAUSED:
+                self._refusal = None
 
     async def close(self) -> None:
         """Drain, then close the copier and the arena. The arena stays open if a timed-out copy may still use it."""
@@ -405,7 +442,7 @@ class TransferPump:
     def _may_retry(self, parts: Sequence[Part]) -> bool:
         """Return whether the jobs of a batch that failed may succeed one by one."""
         lost = self._lost or self._loads.lost or self._stores.lost
-        return len(parts) > 1 and lost is None and not self._is_closing
+        return len(parts) > 1 and lost is None and self._refusal is not _CLOSING
 
     def _retry(self, batch: Batch) -> None:
         """Copy the jobs of a failed batch again, each in a batch of its own. Their memory is still leased and pinned."""

@@ -27,7 +27,7 @@ from kvoffload_vllm.worker import VllmWorker
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -128,6 +128,11 @@ class KVOffloadConnector(VllmScheduler, VllmWorker, KVConnectorBase_V1, Supports
     def shutdown(self) -> None:
         half = VllmScheduler if self._role is KVConnectorRole.SCHEDULER else VllmWorker
         half.close(self)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Return True. vLLM versions before 0.33 do not call this method; there, the connector refuses sleep mode."""
+        return True
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:

@@ -122,7 +122,7 @@ def _of_text(line: Line, *, is_ours: bool, is_tier: bool) -> Iterator[_Problem]:
         return
     ranks = (values.get("tensor_parallel_size") or 1) * (values.get("pipeline_parallel_size") or 1)
     options = SimpleNamespace(**values, world_size=ranks)
-    for problem in option_problems(values.get("enable_prefix_caching") is not False, options, options):
+    for problem in option_problems(values.get("enable_prefix_caching") is not False, options):
         yield problem, _CORRECT
 
 

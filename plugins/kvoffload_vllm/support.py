@@ -50,6 +50,9 @@ NEEDED = (
 )
 """The attributes that vLLM's base class for connectors must have."""
 
+SLEEP_HOOKS = ("supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches")
+"""The attributes of vLLM's base class for connectors that sleep mode needs; vLLM 0.33 and newer have them."""
+
 ONE_STEP_DRAFTS = ("dflash", "dspark")
 """The methods whose draft model writes its KV from the target's hidden states of the current step.
 
@@ -74,12 +77,15 @@ class Features:
     Args:
         reports_failed_loads: whether a connector can report failed loads by request. Without this feature, vLLM cannot
             recover from failed loads of a model with several groups.
+        announces_sleep: whether vLLM tells a connector before it releases the KV cache's memory, and after it has
+            the memory back.
         hands_off_states: whether vLLM reports, in each step, the completed recurrent states and the states' blocks.
         lacks: the attributes that the connector needs but vLLM's base class lacks.
     """
 
     reports_failed_loads: bool = True
     hands_off_states: bool = False
+    announces_sleep: bool = False
     lacks: tuple[str, ...] = ()
 
 
@@ -94,7 +100,12 @@ def find_features() -> Features:
 
     lacks = tuple(name for name in NEEDED if not hasattr(KVConnectorBase_V1, name))
     reports_failed_loads = hasattr(KVConnectorBase_V1, "get_transfer_results")
-    return Features(reports_failed_loads, hasattr(output, "KVConnectorBlockState"), lacks)
+    return Features(
+        reports_failed_loads,
+        hands_off_states=hasattr(output, "KVConnectorBlockState"),
+        announces_sleep=all(hasattr(KVConnectorBase_V1, name) for name in SLEEP_HOOKS),
+        lacks=lacks,
+    )
 
 
 def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
@@ -125,7 +136,7 @@ def find_problems(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, featu
     if features.lacks:
         return [_lacking(features)]
     groups = kv_cache_config.kv_cache_groups
-    problems = [*_check_settings(vllm_config), *_check_tiers(kv_cache_config)]
+    problems = [*_check_settings(vllm_config, features), *_check_tiers(kv_cache_config)]
     needed = [number for number, group in enumerate(groups) if is_needed_for_hits(vllm_config, group)]
     for number in needed:
         problems += _check_group(number, layer_specs(groups[number].kv_cache_spec), features)
@@ -145,10 +156,11 @@ def role_problems(role: object) -> Iterator[str]:
         yield f"kv_role is {role!r:.40}; it must be 'kv_both', because blocks are both stored and loaded"
 
 
-def _check_settings(vllm_config: VllmConfig) -> Iterator[str]:
+def _check_settings(vllm_config: VllmConfig, features: Features) -> Iterator[str]:
     yield from role_problems(vllm_config.kv_transfer_config.kv_role)
     caches, model = vllm_config.cache_config.enable_prefix_caching, getattr(vllm_config, "model_config", None)
-    yield from option_problems(caches, model, vllm_config.parallel_config)
+    yield from option_problems(caches, vllm_config.parallel_config)
+    yield from _check_sleep(model, features)
 
 
 def config_problems(vllm_config: VllmConfig, features: Features) -> list[str]:
@@ -158,28 +170,31 @@ def config_problems(vllm_config: VllmConfig, features: Features) -> list[str]:
         return [_lacking(features)]
     if model.is_encoder_decoder:
         return [ENCODER_DECODER]
-    problems = [*option_problems(cache.enable_prefix_caching, model, vllm_config.parallel_config)]
+    problems = [*option_problems(cache.enable_prefix_caching, vllm_config.parallel_config)]
+    problems += _check_sleep(model, features)
     if model.is_hybrid:
         problems += _check_modes("the model", {cache.mamba_cache_mode}, features)
     return problems
 
 
-def option_problems(caches_prefixes: bool, model: object, parallel: object) -> Iterator[str]:
+def option_problems(caches_prefixes: bool, parallel: object) -> Iterator[str]:
     """Yield each problem with vLLM's options. The doctor also calls this function where vLLM is not installed.
 
     Args:
         caches_prefixes: whether vLLM's prefix caching is on.
-        model: an object with the attributes of vLLM's model configuration.
         parallel: an object with the attributes of vLLM's parallel configuration.
     """
     if not caches_prefixes:
         yield "prefix caching is off, and blocks are found by their prefix; start with --enable-prefix-caching"
-    if getattr(model, "enable_sleep_mode", False):
+    yield from _check_ranks(parallel)
+
+
+def _check_sleep(model: object, features: Features) -> Iterator[str]:
+    if getattr(model, "enable_sleep_mode", False) and not features.announces_sleep:
         yield (
             "sleep mode is on, and it takes away the device memory that copies read and write; start without "
-            "--enable-sleep-mode"
+            "--enable-sleep-mode, or use vLLM 0.33 or newer, which tells connectors in time"
         )
-    yield from _check_ranks(parallel)
 
 
 def _check_ranks(parallel_config: object) -> Iterator[str]:

@@ -63,16 +63,36 @@ class VllmWorker:
         self._examine = examine
         self._identity: Future[KVIdentity] = Future() if identity is None else identity
         self._metadata: KVOffloadMetadata | None = None
+        self._is_registered = False
         self._stores_started = True
         self._loading: dict[JobId, tuple[str, tuple[DeviceBlockId, ...]]] = {}
         self._received = Received()
         self._report: TransferReport | None = None
 
     def register(self, layout: DeviceLayout) -> None:
-        """Run the doctor's checks on the layout of the worker's KV memory, and start to prepare host memory."""
+        """Run the doctor's checks on the layout of the worker's KV memory, and start to prepare host memory.
+
+        A second call only changes the addresses.
+        """
+        if self._is_registered:
+            self.offload.restore(layout)
+            return
         findings = self._examine(layout)
         self.offload.register(layout)
+        self._is_registered = True
         log_warnings(findings)
+
+    def unregister_kv_caches(self) -> None:
+        """Wait until no copy uses the KV memory, which vLLM releases next. Only vLLM 0.33 and newer call this method.
+
+        Raises:
+            CopyError: a copy hangs; vLLM must not release the memory.
+        """
+        self.offload.unregister()
+
+    def restore_kv_caches(self) -> None:
+        """Copy again: vLLM has mapped the KV memory at the addresses that it had before."""
+        self.offload.restore()
 
     # -- a step -------------------------------------------------------------------------------------------------
 

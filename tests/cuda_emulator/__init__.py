@@ -17,6 +17,7 @@ import ctypes
 import shutil
 import subprocess
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +35,7 @@ _INTERFACE: dict[str, tuple[object, tuple[object, ...]]] = {
     "emu_gate": (ctypes.c_int, (ctypes.c_void_p,)),
     "emu_open": (None, ()),
     "emu_peek": (ctypes.c_int, (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)),
+    "emu_map": (ctypes.c_int, (ctypes.c_uint64, ctypes.c_int)),
     "emu_fail": (None, (ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)),
     "emu_break": (None, (ctypes.c_int, ctypes.c_int)),
     "emu_calls": (ctypes.c_long, (ctypes.c_char_p, ctypes.c_int)),
@@ -42,6 +44,7 @@ _INTERFACE: dict[str, tuple[object, tuple[object, ...]]] = {
     "emu_set": (None, (ctypes.c_int, ctypes.c_int)),
     "emu_time": (ctypes.c_double, (ctypes.c_double,)),
     "cuMemAlloc_v2": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_size_t)),
+    "cuMemFree_v2": (ctypes.c_int, (ctypes.c_uint64,)),
     "cuCtxSetCurrent": (ctypes.c_int, (ctypes.c_void_p,)),
     "cuStreamBeginCapture_v2": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_int)),
     "cuStreamEndCapture": (ctypes.c_int, (ctypes.c_void_p, ctypes.c_void_p)),
@@ -257,6 +260,29 @@ class Engine:
     def synchronize(self) -> None:
         self.enter()
         self._check(self._lib.cuStreamSynchronize(self.stream))
+
+    def release_memory(self) -> None:
+        """Take the KV memory away, as vLLM does before it sleeps. Its bytes are lost, and a later use is a fault."""
+        self._map(is_mapped=False)
+
+    def restore_memory(self) -> None:
+        """Give the KV memory back at the same addresses, with other bytes."""
+        self._map(is_mapped=True)
+
+    def replace_memory(self) -> None:
+        """Free the KV memory, and allocate other memory of the same size."""
+        self.enter()
+        address, regions = ctypes.c_uint64(), []
+        for region in self.layout.regions:
+            self._check(self._lib.cuMemAlloc_v2(ctypes.byref(address), region.blocks * region.page_bytes))
+            regions.append(replace(region, address=address.value))
+        for region in self.layout.regions:
+            self._check(self._lib.cuMemFree_v2(region.address))
+        self.layout = replace(self.layout, regions=tuple(regions))
+
+    def _map(self, *, is_mapped: bool) -> None:
+        for region in self.layout.regions:
+            assert self._lib.emu_map(region.address, is_mapped)
 
     def _launch(self, block: int, seed: int, writes: bool, cost_s: float) -> None:
         for number, region in enumerate(self.layout.regions):

@@ -67,7 +67,7 @@ typedef struct Stream {
     Clock clock;
     double time;
 } Stream;
-typedef struct { Address low, high; char *shadow; int device; } Allocation;
+typedef struct { Address low, high; char *shadow; int device, unmapped; } Allocation;
 typedef struct { Address low, high; } Range;
 typedef struct { Address low, high; int agent, write; uint32_t epoch; uint64_t number; int kind; } Access;
 typedef struct { Address page; int access, next; } Place; /* a page that an access touches */
@@ -205,7 +205,7 @@ static int is_mapped(Address low, size_t size) {
 }
 static char *reach(Address address, size_t size) {
     Allocation *found = allocation_of(address, size);
-    if (found) return found->shadow + (address - found->low);
+    if (found) return found->unmapped ? NULL : found->shadow + (address - found->low);
     return registration(address, size) == 1 || (pageable_is_fine && is_mapped(address, size)) ? (char *)address : NULL;
 }
 static int is_usable(Address address, size_t size) { return reach(address, size) != NULL; }
@@ -655,7 +655,7 @@ static Result allocate(Address *address, size_t size) {
     void *shadow = mmap(NULL, whole, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
     if (seen == MAP_FAILED || shadow == MAP_FAILED) return OUT_OF_MEMORY;
-    allocations[allocation_count++] = (Allocation){(Address)seen, (Address)seen + size, shadow, current};
+    allocations[allocation_count++] = (Allocation){(Address)seen, (Address)seen + size, shadow, current, 0};
     *address = (Address)seen;
     return OK;
 }
@@ -715,6 +715,8 @@ Result cuMemHostGetDevicePointer_v2(Address *address, void *start, unsigned flag
     END;
 }
 static Result copy(Stream *stream, Address target, Address source, size_t size, int order, double cost) {
+    Allocation *ends[] = {allocation_of(target, size), allocation_of(source, size)};
+    for (int i = 0; i < 2; i++) if (ends[i] && ends[i]->unmapped) { faults++; say("fault: a copy of memory that was taken away\n"); }
     if (!stream || !is_usable(target, size) || !is_usable(source, size)) return INVALID_VALUE;
     if (stream->capturing) return OK;
     Op *op = enqueue(stream, COPY, cost + size / 50e9);
@@ -886,6 +888,19 @@ int emu_peek(Address address, void *into, size_t size) {
     pthread_mutex_lock(&lock);
     Allocation *found = allocation_of(address, size);
     if (found) memcpy(into, found->shadow + (address - found->low), size);
+    pthread_mutex_unlock(&lock);
+    return found != NULL;
+}
+/* Take an allocation's memory away, or give it other memory, at the same address. Its bytes are lost. A use that the host has not
+seen end is a race, and a use without memory is a fault. Return whether the allocation exists. */
+int emu_map(Address address, int mapped) {
+    pthread_mutex_lock(&lock);
+    Allocation *found = allocation_of(address, 1);
+    if (found) {
+        found->unmapped = !mapped;
+        host_touch(found->low, found->high - found->low, 1, RELEASE);
+        memset(found->shadow, mapped ? 0x5a : 0xa5, found->high - found->low);
+    }
     pthread_mutex_unlock(&lock);
     return found != NULL;
 }

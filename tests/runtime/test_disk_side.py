@@ -276,3 +276,12 @@ def test_any_exception_on_the_index_thread_closes_the_tier(
     monkeypatch.setattr("kvoffload.runtime.disk_catalog.make_folder", fail)
     assert disk_of(start()).is_closed
     assert "RecursionError: too deep" in caplog.text
+
+
+def test_a_reset_is_complete_although_an_older_block_is_being_written(side: Side) -> None:
+    """vLLM resets the connector before it sleeps, when no block is leased, but spills may run."""
+    plan = spilling(side, "a")
+    assert side.side.reset() is True
+    end_disk_jobs(side, plan)
+    assert side.side.lookup(side.seen("later", "a"), 0) == 0
+    assert not disk_of(side).pool.index

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from kvoffload.model.events import Event, ResetEnded, ResetStarted
-from tests.runtime.parts import TIMEOUT_S, Side, loading, storing
+from kvoffload.model.ids import RequestId
+from tests.runtime.parts import RELOAD, TIMEOUT_S, Side, loading, storing
 
 
 def received(side: Side) -> list[Event]:
@@ -29,6 +30,28 @@ def test_a_reset_ends_when_the_last_copy_has() -> None:
     side.stored("q")
     assert side.side.reset() is True
     assert reported[3:] == [ResetStarted(3, 3, 0, 0), ResetEnded(3, 0)]
+
+
+def test_a_reset_is_complete_although_a_store_of_older_blocks_runs() -> None:
+    """vLLM resets the connector before it sleeps, and fails to sleep if the answer is False."""
+    side = Side()
+    store = storing(side)
+    assert side.side.reset() is True
+    assert draining(side) == 1
+    side.done(store)
+    assert draining(side) == 0
+    assert side.side.lookup(side.seen("again", "s"), 0) == 0
+
+
+def test_a_reset_is_not_complete_before_a_planned_load_has_ended() -> None:
+    side = Side()
+    side.stored()
+    side.seen("a")
+    assert side.side.lookup(RequestId("a"), 0) == RELOAD
+    side.allocated("a", RELOAD)
+    assert side.side.reset() is False
+    side.done(side.step())
+    assert side.side.reset() is True
 
 
 def test_a_reset_does_not_wait_for_later_copies() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
-from kvoffload.model.errors import ConfigError
+from kvoffload.model.errors import ConfigError, CopyError, EngineContractError
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import Direction, TransferPlan
 from kvoffload.runtime.portal import Portal
@@ -166,6 +166,86 @@ def test_close_survives_a_copier_that_cannot_close(
     monkeypatch.setattr(made.copier, "close", refuse)
     made.side.close()
     assert "worker_not_closed rank=1" in caplog.text
+
+
+def end_later(made: Side) -> None:
+    """End all open copies when a second has passed."""
+
+    async def end_them() -> None:
+        await made.clock.sleep(1)
+        made.copier.release()
+
+    made.portal.spawn(end_them)
+
+
+def test_unregistering_waits_for_copies_keeps_stores_and_fails_loads_whose_bytes_are_lost(made: Side) -> None:
+    made.side.start_loads(made.plan(Direction.LOAD))
+    made.side.start_stores(made.plan(Direction.STORE, slot=3, block=2))
+    before = made.device.read(2)
+    end_later(made)
+    made.side.unregister()
+    made.side.unregister()
+    assert 1 <= made.clock.monotonic() < 1.5
+    assert not made.copier.open_tickets
+    made.device.write(2, bytes(SLOT_BYTES))
+    made.side.restore()
+    made.side.restore()
+    assert made.outcomes() == {1: CopyOutcome.FAILED, 2: CopyOutcome.DONE}
+    made.side.start_loads(made.plan(Direction.LOAD, slot=3, block=2))
+    assert made.outcomes() == {3: CopyOutcome.DONE}
+    assert made.device.read(2) == before
+
+
+def test_jobs_that_arrive_while_the_memory_is_away_fail_without_a_copy(made: Side) -> None:
+    made.side.unregister()
+    batches = len(made.copier.tickets)
+    made.side.start_loads(made.plan(Direction.LOAD))
+    made.side.start_stores(made.plan(Direction.STORE))
+    made.portal.advance()
+    assert made.outcomes() == {1: CopyOutcome.FAILED, 2: CopyOutcome.FAILED}
+    assert len(made.copier.tickets) == batches
+
+
+def test_unregistering_fails_after_the_time_limit_and_copies_go_on(made: Side) -> None:
+    made.side.start_loads(made.plan(Direction.LOAD))
+    with pytest.raises(CopyError, match="copies still use the KV cache after transfer_timeout_s = 2 s"):
+        made.side.unregister()
+    assert TIMEOUT_S <= made.clock.monotonic() < TIMEOUT_S + 0.5
+    made.copier.release()
+    made.clock.jump(TIMEOUT_S)
+    made.side.start_stores(made.plan(Direction.STORE, slot=1))
+    made.portal.advance()
+    assert made.outcomes() == {1: CopyOutcome.DONE, 2: CopyOutcome.DONE}
+
+
+def test_after_a_restore_with_other_tensors_copies_use_these(made: Side) -> None:
+    other = FakeDevice(8, pages=[64, 32], seed=1)
+    before = made.device.read(2)
+    made.copier.release()
+    made.side.start_stores(made.plan(Direction.STORE, slot=3, block=2))
+    made.portal.advance()
+    made.side.restore(other.layout)
+    made.side.start_loads(made.plan(Direction.LOAD, slot=3, block=5))
+    assert made.outcomes() == {1: CopyOutcome.DONE, 2: CopyOutcome.DONE}
+    assert other.read(5) == before
+    with pytest.raises(EngineContractError, match="blocks of another kind"):
+        made.side.restore(FakeDevice(9, pages=[64, 32]).layout)
+
+
+def test_without_the_portal_unregistering_fails_queued_stores_and_waits_for_the_rest(made: Side) -> None:
+    made.side.start_loads(made.plan(Direction.LOAD))
+    made.side.start_stores(made.plan(Direction.STORE, slot=1))
+    made.copier.release()
+    made.portal.is_dead = True
+    made.side.take_report()
+    made.side.unregister()
+    assert statistics_of(made.side.pump).open_jobs == 0
+    made.portal.is_dead = False
+
+
+def test_before_registration_there_is_nothing_to_unregister(fresh: Side) -> None:
+    fresh.side.unregister()
+    fresh.side.restore()
 
 
 def test_the_end_of_the_portals_thread_is_noticed(made: Side) -> None:

@@ -75,6 +75,14 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         translate(group(full()), sizes=(32, 32))
 
 
+def test_sleep_mode_needs_a_vllm_that_announces_it() -> None:
+    config, groups = vllm_config(), cache_config(group(full()))
+    config.model_config = SimpleNamespace(enable_sleep_mode=True)
+    assert find_problems(config, groups, Features(announces_sleep=True)) == []
+    (problem,) = find_problems(config, groups, PLAIN)
+    assert problem.startswith("sleep mode is on, and it takes away the device memory")
+
+
 # -- groups that are left out ---------------------------------------------------------------------------------------
 
 

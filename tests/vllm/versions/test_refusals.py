@@ -58,10 +58,14 @@ def test_a_version_that_lacks_a_hook_is_refused(folder: Path) -> None:
         check_refused(rf"lacks {missing}; the connector works with vLLM 0\.28 and newer", "qwen3", folder)
 
 
-def test_sleep_mode_is_refused(folder: Path) -> None:
+def test_sleep_mode_is_refused_where_vllm_does_not_tell_connectors(folder: Path) -> None:
     from vllm.platforms import current_platform
+
+    from kvoffload_vllm.support import find_features
 
     if is_too_old():
         pytest.skip("this version is refused altogether")
+    if find_features().announces_sleep:
+        pytest.skip("this version tells connectors that it sleeps")
     with patch.object(type(current_platform), "is_sleep_mode_available", lambda self: True):
         check_refused("start without --enable-sleep-mode", "qwen3", folder, enable_sleep_mode=True)
