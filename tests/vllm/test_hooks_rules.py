@@ -201,11 +201,10 @@ def test_while_stores_are_held_their_blocks_stay_in_use_and_vllm_keeps_stepping(
         assert rig.scheduler.has_requests()  # vLLM must run a step without tokens
         rig.step()
     assert not rig.scheduler.requests
-    assert rig.connector.reset_cache() is False
+    assert rig.connector.reset_cache() is True, "the results of these stores are dropped"
     held.copier.release()
     rig.until(lambda: not connector.has_pending_push_work())
     assert not rig.scheduler.has_requests()
-    assert rig.connector.reset_cache() is True
     assert rig.slots(SlotState.READY) == rig.slots(SlotState.FILLING) == 0
 
 
