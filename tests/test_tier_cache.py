@@ -20,7 +20,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.audit import audit_host
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.slot_file import SlotFile
 from kvoffload.model.errors import ConfigError, DiskError
@@ -28,6 +27,7 @@ from kvoffload.telemetry.exporter import KVOffloadCollector
 from kvoffload.testing import FakeClock
 from kvoffload.tier_cache import Page, TierCache, tier_config
 from tests.captured_logs import capture_logs
+from tests.core.audit import audit_host
 from tests.disk.blocks import fails_with
 from tests.disk.fork_server import forking
 from tests.gates import ThreadGate

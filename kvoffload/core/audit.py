@@ -28,16 +28,12 @@ def audit(state: CoreState, stores: Stores) -> list[str]:
     While a request is live or a job is pending, only the totals of slots and of index keys are checked.
     """
     if state.requests.live or state.jobs.pending:
-        return _wrong(_totals(state))
-    return _wrong(_totals(state) + _totals_at_rest(state) + _totals_of_requests(state, stores))
+        return wrong(totals(state))
+    return wrong(totals(state) + totals_at_rest(state) + _totals_of_requests(state, stores))
 
 
-def audit_host(state: HostState) -> list[str]:
-    """Return one line of text for each wrong total of the host and of the lower tiers. Changes nothing."""
-    return _wrong(_totals(state) + ([] if state.jobs.pending else _totals_at_rest(state)))
-
-
-def _wrong(totals: Iterable[Total]) -> list[str]:
+def wrong(totals: Iterable[Total]) -> list[str]:
+    """Return one line of text for each total that is not as expected."""
     return [
         f"{what}: {found} counted, {expected} expected"
         for what, found, expected in totals
@@ -45,7 +41,7 @@ def _wrong(totals: Iterable[Total]) -> list[str]:
     ]
 
 
-def _totals(state: HostState) -> list[Total]:
+def totals(state: HostState) -> list[Total]:
     """Return the totals that always hold."""
     pool = state.pool
     return [
@@ -54,7 +50,7 @@ def _totals(state: HostState) -> list[Total]:
     ]
 
 
-def _totals_at_rest(state: HostState) -> list[Total]:
+def totals_at_rest(state: HostState) -> list[Total]:
     """Return the totals of a host whose open jobs have all timed out. A timed-out spill keeps its pins."""
     pool, opened = state.pool, state.jobs.open.values()
     spilled = [slot for job in opened if isinstance(job, Spill) for slot in job.slots]

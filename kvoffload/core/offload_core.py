@@ -49,8 +49,15 @@ class OffloadCore:
         self._new: dict[RequestRecord, None] = {}  # requests that got a block table since the last step
 
     def handle(self, fact: facts.Fact) -> None:
-        """Pass a fact to the method for its class. Hooks with facts of one class call that method themselves."""
-        _HANDLERS[type(fact)](self, fact)
+        """Pass a fact to the method for its class. Hooks with facts of one class call that method themselves.
+
+        Facts that concern no request go to the tiers' store.
+        """
+        kind = type(fact)
+        if kind in _HANDLERS:
+            _HANDLERS[kind](self, fact)
+        else:
+            self.tier_store.handle(fact)
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -432,12 +439,8 @@ _HANDLERS: Mapping[type[facts.Fact], Callable[[OffloadCore, Any], None]] = {
     facts.BlocksAllocated: OffloadCore.blocks_allocated,
     facts.StepScheduled: OffloadCore.step_scheduled,
     facts.RequestEnded: OffloadCore.request_ended,
-    facts.TransferReported: lambda core, fact: core.state.reported(fact.report),
     facts.JobOverdue: OffloadCore.job_overdue,
     facts.CacheReset: OffloadCore.cache_reset,
     facts.InvariantBroken: OffloadCore.invariant_broken,
-    facts.TierRestored: lambda core, fact: core.tier_store.restored(fact),
-    facts.TierOpened: lambda core, fact: core.tier_store.opened(fact),
-    facts.TierLost: lambda core, fact: core.tier_store.lost(fact),
     facts.TierAnswered: lambda core, fact: core.lower_tiers.answered(fact),
 }

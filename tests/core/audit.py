@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
+from kvoffload.core.audit import totals, totals_at_rest, wrong
+from kvoffload.core.host import HostState
 from kvoffload.core.jobs import DeviceJob, Fetch, Job, Load, Spill, Store
 from kvoffload.core.machine import JobState, RequestState, SlotState
 from kvoffload.core.offload_core import OffloadCore
@@ -25,6 +27,11 @@ _CAN_HIT = (SlotState.READY, SlotState.PINNED)
 _WITHOUT_KEY = (SlotState.EMPTY, SlotState.QUARANTINED)
 _OPEN = (JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED)
 _HAS_TABLE = (RequestState.LOADING, RequestState.RUNNING)
+
+
+def audit_host(state: HostState) -> list[str]:
+    """Return one line for each wrong total of a host and of its lower tiers that no engine uses."""
+    return wrong(totals(state) + ([] if state.jobs.pending else totals_at_rest(state)))
 
 
 def audit(core: OffloadCore) -> list[str]:

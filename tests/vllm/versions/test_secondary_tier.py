@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffload.core.audit import audit_host
 from kvoffload.disk.slot_file import SlotFile
 from kvoffload.model.errors import ConfigError
 from tests.captured_logs import capture_logs
+from tests.core.audit import audit_host
 from tests.gates import ThreadGate
 from tests.remote.fake_store import FakeStore
 from tests.vllm.engine_rig import MARKS, SLOT_BYTES, check_threads_gone, prompt
