@@ -36,7 +36,7 @@ ON_SGLANG = PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(SGLANG)
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env sglang-env kernel-env tools clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env sglang-env kernel-env tools clean
 .DELETE_ON_ERROR:
 
 help:
@@ -127,8 +127,8 @@ deep: $(VENV)/wheel/ready  ## run property tests and kills many more times (long
 	$(AGAINST_WHEEL) $(BIN)/pytest -m "hypothesis and not gpu and not vllm" --timeout 3600 $(ARGS)
 	$(if $(ARGS),,KVOFFLOAD_COMMAND_KILLS=440 $(BIN)/pytest -q tests/kills)
 
-disk-kills: $(VENV)/wheel/ready  ## end engines on a disk 220 times at random moments (long)
-	KVOFFLOAD_KILLS=200 KVOFFLOAD_ENGINE_KILLS=20 $(AGAINST_WHEEL) $(BIN)/pytest -q tests/reference/test_disk_kills.py $(ARGS)
+kills: $(VENV)/wheel/ready  ## end engines on a disk, or with host memory in files, 440 times at random moments (long)
+	KVOFFLOAD_KILLS=200 KVOFFLOAD_ENGINE_KILLS=20 $(AGAINST_WHEEL) $(BIN)/pytest -q tests/reference/test_kills.py $(ARGS)
 
 simulate: venv  ## play 10,000 seeded lives of an engine (ARGS="--seed N")
 	@$(BIN)/python -m tests.simulate $(ARGS)

@@ -2,8 +2,10 @@ import importlib.util
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from ctypes.util import find_library
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,6 +36,13 @@ def signals_are_as_before() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def shared_memory() -> Iterator[Path]:
+    """Yield an empty folder on a tmpfs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
 
 
 @pytest.hookimpl(trylast=True)  # after Hypothesis has marked its tests

@@ -14,6 +14,7 @@ from kvoffload.core.tally import MissMemory, Tally
 from kvoffload.core.tiers import LowerTier, RemoteTier
 from kvoffload.model import events
 from kvoffload.model.causes import DegradeCause, EvictionCause, MissCause, RejectionCause
+from kvoffload.model.facts import HostGrown, TierRestored
 from kvoffload.model.ids import BlockKey, JobId, Rank
 from kvoffload.model.wire import Tier, TransferReport
 
@@ -119,9 +120,30 @@ class HostState:
         if rank not in self.ready:
             self.tally.rejected(RejectionCause.UNKNOWN_JOB)
             return
+        if self.pool.for_catalog is not None:
+            return  # the catalog says which slots are ready, and which blocks they have
         if not report.is_growing:
             self.growing.discard(rank)
         if report.ready_slots > self.ready[rank]:
             self.ready[rank] = report.ready_slots
             if self.pool.grow(min(self.ready.values())):
                 self.tally.events.append(events.CapacityGrown(self.pool.capacity))
+
+    def restored(self, fact: TierRestored) -> None:
+        """Add host slots, with the blocks that an earlier process left in them."""
+        before, index = self.pool.capacity, self.pool.index
+        blocks = {put.slot: put.key for put in fact.puts if put.key not in index}
+        twice = [put.slot for put in fact.puts if put.slot not in blocks]
+        self.pool.adopt(fact.slots, blocks, (*fact.free, *twice))
+        self.misses.arrived(blocks.values())
+        if blocks:
+            self.tally.events.append(events.BlocksAdopted(len(blocks)))
+        if fact.slots > before:
+            self.tally.events.append(events.CapacityGrown(fact.slots))
+
+    def grown(self, fact: HostGrown) -> None:
+        """Add empty host slots."""
+        if self.pool.grow(fact.slots):
+            self.tally.events.append(events.CapacityGrown(fact.slots))
+        if fact.is_last:
+            self.growing.clear()

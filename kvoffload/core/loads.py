@@ -324,6 +324,8 @@ class Loads:
         state.tally.events.append(
             events.LoadScheduled(job.id, record.request, len(slots), tokens, tuple(slots))
         )
+        if adopted := state.pool.read(slots):
+            state.tally.events.append(events.AdoptedBlocksHit(adopted))
 
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
         """Return the host slots and device blocks of a load, heads first; None if the host lacks one of the blocks.

@@ -83,6 +83,8 @@ class OffloadCore:
             fact.limits,
             offered=[*self.state.none_offered],
         )
+        if not fact.persists:
+            self.state.requests.some_private = True
         if self.state.tiers:
             self.lower_tiers.request_seen(record)
 

@@ -32,6 +32,10 @@ class EvictionOrder(Protocol):
     """Of the slots that the last `take` returned, the seconds since the most recent use."""
 
     @property
+    def used_at(self) -> Sequence[float]:
+        """Return for each slot the time in seconds at which it last joined the order, 0 if never. Always the same object."""
+
+    @property
     def count(self) -> int:
         """Return the number of slots in the order."""
 
@@ -60,12 +64,12 @@ class LruOrder:
     rebuilt inside a hook.
     """
 
-    __slots__ = ("_after", "_before", "_used_at", "age_s", "count")
+    __slots__ = ("_after", "_before", "age_s", "count", "used_at")
 
     def __init__(self) -> None:
         self._after = array("i", [_END])
         self._before = array("i", [_END])
-        self._used_at = array("d", [0.0])
+        self.used_at = array("d", [0.0])
         self.age_s = 0.0
         self.count = 0
 
@@ -73,11 +77,11 @@ class LruOrder:
         """Make room for slots with numbers below `capacity`, so that `add`, which hooks call, allocates no memory."""
         for links in (self._after, self._before):
             links[-1:-1] = array("i", [_ABSENT]) * (capacity + 1 - len(links))
-        self._used_at.extend(array("d", [0.0]) * (capacity + 1 - len(self._used_at)))
+        self.used_at.extend(array("d", [0.0]) * (capacity + 1 - len(self.used_at)))
 
     def add(self, slots: Sequence[SlotId], came: Came, now: float) -> None:  # each use counts alike
         """Add slots; the last one is the most recently used."""
-        after, before, used_at = self._after, self._before, self._used_at
+        after, before, used_at = self._after, self._before, self.used_at
         last = before[-1]
         for slot in slots:
             used_at[slot] = now
@@ -111,7 +115,7 @@ class LruOrder:
         after[_END] = slot
         self._before[slot] = _END
         self.count -= len(taken)
-        self.age_s = now - self._used_at[taken[-1]] if taken else self.age_s
+        self.age_s = now - self.used_at[taken[-1]] if taken else self.age_s
         return taken
 
     def __iter__(self) -> Iterator[SlotId]:

@@ -217,6 +217,8 @@ class Requests:
         """The requests that load each slot."""
         self.reserved = 0
         """How many device blocks all requests reserve together."""
+        self.some_private = False
+        """Whether there was a request whose blocks must not outlive this process."""
         self.is_full = False
         """True after a request did not fit, until no request reserves blocks. Meanwhile no load starts, so that small
         requests do not overtake a large one again and again."""

@@ -20,7 +20,11 @@ _CAN_HIT = (SlotState.READY, SlotState.PINNED)
 _READY, _PINNED = map(int, _CAN_HIT)
 _EMPTY, _DRAINING, _QUARANTINED = map(int, (SlotState.EMPTY, SlotState.DRAINING, SlotState.QUARANTINED))
 _ONLY_PINNED = bytes((_PINNED,))
+_UNWRITTEN = (_READY, _PINNED, _EMPTY)
 _FILLED, _USED = Came.FILLED, Came.USED
+
+SlotChange = tuple[SlotId, BlockKey | None, bool]
+"""A slot; the key of the block that later processes may find in it, or None; and whether no copy writes it any more."""
 
 # -- counts ------------------------------------------------------------------------------------------------------------
 
@@ -82,6 +86,12 @@ class SlotPool:
         """How many times a block left the index other than by eviction, and how many times blocks joined it."""
         self._freed: list[SlotId] = []
         self._fresh = 0
+        self.for_catalog: list[SlotId] | None = None
+        """Slots that may have another block than at the last `take_for_catalog`; None if the pool has no catalog."""
+        self.private: set[SlotId] = set()
+        """With a catalog: slots whose blocks must not outlive this process."""
+        self.adopted = bytearray()
+        """With a catalog, for each slot: 1 if it has a block of an earlier process that no load has read yet, else 0."""
         self.order = order or LruOrder()
         self.now = 0.0
         self._counts = [0] * len(SlotState)
@@ -128,6 +138,8 @@ class SlotPool:
         self._states.extend(bytes(more))
         self._keys.extend([None] * more)
         self.order.grow(len(self._states))
+        if self.for_catalog is not None:
+            self.adopted.extend(bytes(more))
         self._counts[SlotState.EMPTY] += more
         return more
 
@@ -141,7 +153,9 @@ class SlotPool:
         """
         slots, counts = list(blocks), self._counts
         self.index.expect(capacity)
-        if more := self.grow(capacity):
+        more = self.grow(capacity)
+        for_catalog, self.for_catalog = self.for_catalog, None  # the catalog has listed these blocks
+        if more:
             self._states[-more:] = bytes([_QUARANTINED]) * more
             counts[_EMPTY] -= more
             counts[_QUARANTINED] += more
@@ -155,6 +169,10 @@ class SlotPool:
             self._keys[slot] = key
         self.fill(slots)
         self._freed += free
+        self.for_catalog = for_catalog
+        if for_catalog is not None:
+            for slot in slots:
+                self.adopted[slot] = 1
 
     def reserve(self, keys: Sequence[BlockKey]) -> tuple[list[SlotId], Sequence[BlockKey]]:
         """Allocate a slot for each key, evicting blocks if too few slots are empty. All keys get a slot, or none does.
@@ -182,12 +200,19 @@ class SlotPool:
             self._keys[fresh:end] = keys[-more:]
             slots += range(fresh, end)  # type: ignore[arg-type]  # calling `SlotId` for each slot would take time
         self._move_all(slots, SlotEvent.RESERVE)
+        if self.for_catalog is not None:
+            self.for_catalog += slots
+            self.private.difference_update(slots)
+            for slot in slots:
+                self.adopted[slot] = 0
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
         """Let lookups find slots that every rank has written. The last slot becomes the most recently used."""
         self._move_all(slots, SlotEvent.FILL)
         self.fills += 1
+        if self.for_catalog is not None:
+            self.for_catalog += slots
         self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # each has a key
         if unheld := self._not_held(slots):
             self.order.add(unheld, _FILLED, self.now)
@@ -276,6 +301,8 @@ class SlotPool:
             self._empty((slot,))
         elif self._states[slot] in (SlotState.FILLING, SlotState.PINNED):
             self._move(slot, SlotEvent.INVALIDATE)
+            if self.for_catalog is not None:
+                self.for_catalog.append(slot)
         return could_hit
 
     def drained(self, slots: Iterable[SlotId]) -> None:
@@ -294,6 +321,8 @@ class SlotPool:
             self.order.remove((slot,))
         self._move(slot, SlotEvent.QUARANTINE)
         self._keys[slot] = None
+        if self.for_catalog is not None:
+            self.for_catalog.append(slot)
         return could_hit
 
     def forget_all(self) -> Mapping[BlockKey, SlotId]:
@@ -310,6 +339,29 @@ class SlotPool:
             self._move(slot, SlotEvent.INVALIDATE)
         self.losses += 1
         return self.index.take_all()
+
+    def read(self, slots: Iterable[SlotId]) -> int:
+        """Record that a load reads these slots; return how many have adopted blocks that no load has read before."""
+        adopted, count = self.adopted, 0
+        for slot in slots if adopted else ():
+            count += adopted[slot]
+            adopted[slot] = 0
+        return count
+
+    def take_for_catalog(self) -> list[SlotChange]:
+        """Return the slots that changed since the last call, in the order of their last change."""
+        assert self.for_catalog is not None, "the pool has no catalog"
+        slots = dict.fromkeys(reversed(self.for_catalog))
+        self.for_catalog.clear()  # in place: hooks look at the list
+        keys, states, private = self._keys, self._states, self.private
+        return [
+            (
+                slot,
+                keys[slot] if states[slot] in _CAN_HIT and slot not in private else None,
+                states[slot] in _UNWRITTEN,
+            )
+            for slot in reversed(slots)
+        ]
 
     # -- internal -----------------------------------------------------------------------------------------------
 
@@ -363,6 +415,9 @@ class SlotPool:
 
     def _empty(self, slots: Iterable[SlotId]) -> None:
         keys, freed = self._keys, self._freed
+        if self.for_catalog is not None:
+            slots = tuple(slots)
+            self.for_catalog += slots
         for slot in slots:
             keys[slot] = None
             freed.append(slot)

@@ -26,12 +26,14 @@ class Policy:
         prefix_boundaries: ask the engine for a recurrent state when a longer hit lacks only this state.
         tiers: the classes of the lower tiers in the order in which they are searched, each with the number of times
             that lookups must find a block before it is written to the tier.
+        keeps_host: whether later processes may find the host's blocks, so that the host has a catalog.
     """
 
     store_policy: str = "eager"
     min_load_tokens: int = 0
     prefix_boundaries: bool = True
     tiers: tuple[tuple[type[LowerTier], int], ...] = ()
+    keeps_host: bool = False
 
 
 class LoadResults(Struct):
@@ -52,6 +54,8 @@ class CoreState(HostState):
 
     def __init__(self, shape: EngineShape, policy: Policy, device: BlockPool) -> None:
         super().__init__(shape.ranks, policy.tiers, shape.stall_limit)
+        if policy.keeps_host:
+            self.pool.for_catalog = []
         self.shape = shape
         self.policy = policy
         self.device = device

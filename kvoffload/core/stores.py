@@ -374,12 +374,17 @@ class Stores:
         state = self._state
         job.settled = True
         state.retention.arrived(job)
+        persists = self._persists if state.requests.some_private else None
+        if persists is not None:
+            state.pool.private.update(
+                [slot for slot, offer in zip(job.slots, job.offers, strict=True) if not persists(offer)]
+            )
         state.pool.fill(job.slots[::-1])
         keys = list(map(_KEY, job.offers))
         state.misses.arrived(keys)
         for tier in state.tiers:
             if tier.takes_all:
-                last = [offer for offer in job.offers if offer.record is None or offer.record.persists]
+                last = job.offers if persists is None else list(filter(persists, job.offers))
                 tier.reuse([offer.key for offer in reversed(last)])
         if duplicates := self.in_flight.ended(keys):
             self.arrived_otherwise(duplicates)
@@ -387,6 +392,14 @@ class Stores:
         shape = state.shape
         if shape.state_key_ends and (states := shape.count_states(keys)):
             state.tally.events.append(StatesCopied(Direction.STORE, states))
+
+    @staticmethod
+    def _persists(offer: Offer) -> bool:
+        """Return whether later processes may find an offer's block, once some request's blocks must not be found.
+
+        The lazy planner's offers do not say whose blocks they are.
+        """
+        return offer.record is not None and offer.record.persists
 
     # -- outcomes -----------------------------------------------------------------------------------------------
 

@@ -449,6 +449,9 @@ class TierStore:
 
     def restored(self, fact: facts.TierRestored) -> None:
         """Add a part of the index of a tier's slots. The last part opens the tier."""
+        if fact.tier is Tier.HOST:
+            self._state.restored(fact)
+            return
         tier = self._state.by_name[fact.tier]
         assert isinstance(tier, DiskTier), fact
         tier.restore(fact.slots, fact.puts, fact.free, is_last=fact.is_last)
@@ -499,6 +502,7 @@ class TierStore:
 
 _HANDLERS: Mapping[type[facts.Fact], Callable[[TierStore, Any], object]] = {
     facts.TierRestored: TierStore.restored,
+    facts.HostGrown: lambda store, fact: store._state.grown(fact),
     facts.TierOpened: TierStore.opened,
     facts.TierLost: TierStore.lost,
     facts.TierAnswered: TierStore.answered,

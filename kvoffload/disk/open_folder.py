@@ -130,15 +130,19 @@ def open_root(path: Path) -> OpenFolder:
     return OpenFolder(path, os.open(path, _FOLDER))
 
 
-def lock(descriptor: int) -> None:
+def lock(descriptor: int, how: int = fcntl.LOCK_EX) -> None:
     """Lock an open file for this process. `close_locked` unlocks the file.
 
+    Args:
+        descriptor: the file.
+        how: LOCK_EX, or LOCK_SH for a lock that several processes may have at once.
+
     Raises:
-        BlockingIOError: the file is already locked.
+        BlockingIOError: another process has locked the file.
     """
     _LOCKED.add(descriptor)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BaseException:
         _LOCKED.discard(descriptor)
         raise

@@ -129,6 +129,18 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes: Annotated[
         Bytes, _key("host memory of one engine, all its ranks together", unset="must be given")
     ]
+    host_path: Annotated[
+        Folder | None,
+        _key(
+            "folder on a tmpfs for host memory, in which the next start finds its blocks",
+            unset="memory that ends with the engine",
+        ),
+    ] = None
+    host_keep: Annotated[Switch, _key("keep the files of host_path when the engine stops")] = True
+    host_orphan_bytes: Annotated[
+        Bytes | None,
+        _key("bytes that files of stopped engines in host_path may take", unset="host_bytes and an eighth"),
+    ] = None
     store_policy: Annotated[Policy, _key("store blocks once computed, or before the device evicts them")] = (
         "eager"
     )
@@ -172,9 +184,19 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "auto"
 
     @property
+    def orphan_bytes(self) -> int:
+        """Return how many bytes the files of stopped engines may take. They are a little larger than their slots."""
+        return self.host_orphan_bytes or self.host_bytes * 9 // 8
+
+    @property
     def has_tiers(self) -> bool:
         """Return whether the engine has a tier below the host."""
         return self.disk_path is not None or self.remote_url is not None
+
+    @property
+    def outlives_engine(self) -> bool:
+        """Return whether later processes may find the engine's blocks: in a lower tier, or in the files of host memory."""
+        return self.has_tiers or self.host_path is not None
 
 
 ADVANCED = {

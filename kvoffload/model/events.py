@@ -274,6 +274,18 @@ class CapacityGrown(Event, frozen=True):
     slots: int
 
 
+class BlocksAdopted(Event, frozen=True):
+    """Host slots were found to have blocks of an earlier process, which lookups can find now."""
+
+    blocks: int
+
+
+class AdoptedBlocksHit(Event, frozen=True):
+    """A load reads adopted blocks, which no load of this process has read before."""
+
+    blocks: int
+
+
 class TierReady(Event, frozen=True):
     """The index of a tier's slots was read completely, and the tier can be used.
 

@@ -192,6 +192,18 @@ class TierRestored(Fact, frozen=True):
     is_last: bool = False
 
 
+class HostGrown(Fact, frozen=True):
+    """Host slots became ready, all of them empty. Only a host with a catalog gets this fact.
+
+    Args:
+        slots: how many slots are ready on every rank.
+        is_last: whether no more slots will become ready.
+    """
+
+    slots: int
+    is_last: bool = False
+
+
 class TierOpened(Fact, frozen=True):
     """A tier that manages its blocks itself can be used, or its namespace has changed.
 

@@ -143,16 +143,18 @@ class JobReport(Message, frozen=True):
     missing: tuple[int, ...] = ()
 
 
-class DiskFile(Message, frozen=True):
-    """A rank's slot file.
+class SlotsFile(Message, frozen=True):
+    """A rank's file of slots.
 
     Args:
         file_id: random bytes in the file that identify it even after it is renamed.
-        slots: how many slots the file has.
+        slots: how many slots the file has. For host memory, how many have the bytes that an earlier process left.
+        previous: for host memory, the id under which the earlier process knew the file; empty for a new file.
     """
 
     file_id: bytes
     slots: int
+    previous: bytes = b""
 
 
 class TierStatus(Message, frozen=True):
@@ -162,14 +164,14 @@ class TierStatus(Message, frozen=True):
         tier: the tier.
         works: whether the rank makes calls. False if the rank cannot open the tier, if a call hangs, or if too many
             calls have failed.
-        file: the rank's slot file, if the tier is a disk and the file is open.
+        file: the rank's file of slots, if the tier has one and it is open.
         faults: for each `RemoteFault`, in order, how many of the rank's calls have failed or were refused so far; empty
             if they are not counted.
     """
 
     tier: Tier
     works: bool
-    file: DiskFile | None = None
+    file: SlotsFile | None = None
     faults: tuple[int, ...] = ()
 
 

@@ -44,7 +44,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import RemoteFault
 from kvoffload.model.errors import reason_of
 from kvoffload.model.ids import Rank, SlotId
-from kvoffload.model.wire import DiskFile, DiskRecord, Invalidate, Put, Tier, TransferReport
+from kvoffload.model.wire import DiskRecord, Invalidate, Put, SlotsFile, Tier, TransferReport
 from kvoffload.runtime.portal import Portal
 
 RESET_S = 5.0
@@ -104,7 +104,7 @@ class DiskCatalog:
         self.opening: str | None = "identity of the weights"
         self.identity: KVIdentity | None = None
         self._is_closed = self._was_reset = self._has_failed = False
-        self._files: dict[Rank, DiskFile] = {}
+        self._files: dict[Rank, SlotsFile] = {}
         self._folder: OpenFolder | None = None
         self._index: IndexLog | None = None  # None until the index is open, and again after a reset
         self._entries = 0  # how many entries the index has

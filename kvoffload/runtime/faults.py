@@ -45,6 +45,8 @@ class Faults:
         """Why offloading is off; None while it is on."""
         self.error: str | None = None
         """What the core was doing when it raised, and the exception; None if it has not raised."""
+        self.in_doubt: Callable[[], object] = lambda: None
+        """Called once the core's state cannot be trusted any more."""
         self.audits = 0
         """How many audits were made."""
 
@@ -84,6 +86,7 @@ class Faults:
         if self.error is not None:
             return []
         log.error("core_raised", error=repr(error), doing=doing, exc_info=error)
+        self.in_doubt()
         self.error = f"{doing}: {error!r}"
         fact = InvariantBroken(DegradeCause.HANDLER_RAISED, self.error)
         _try(lambda: self._core.invariant_broken(fact))
@@ -124,6 +127,7 @@ class Faults:
             return self._problems_of_a_broken_core()
         self.audits += 1
         if problems:
+            self.in_doubt()
             self.broken(DegradeCause.INVARIANT_BROKEN, "; ".join(problems))
         return problems
 

@@ -26,6 +26,7 @@ from kvoffload.runtime.benefit import NetBenefit
 from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers, OpenCopies
 from kvoffload.runtime.disk_catalog import DiskCatalog
 from kvoffload.runtime.faults import Faults
+from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.runtime.observation import Observation
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.tier_kinds import Catalog, Places, Scheduler, catalogs_of, states_of
@@ -95,7 +96,7 @@ class SchedulerSide:
         self._tiers = TiersSide(
             self.core.state,
             self.core.tier_store,
-            _catalogs(places, config, shape, portal, self._clocks, tier_key),
+            self._catalogs(places, config, portal, tier_key),
             self.faults,
             self._clocks.monotonic,
             timeout_s=config.transfer_timeout_s,
@@ -417,26 +418,34 @@ class SchedulerSide:
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
+    def _catalogs(
+        self, places: Places, config: OffloadConfig, portal: Portal | None, key: TierKey | None
+    ) -> dict[Tier, Catalog]:
+        if not places:
+            return {}
+        assert portal is not None, "a tier below the host, or host memory in files, needs a portal"
+        ranks, clocks, found = self.shape.ranks, self._clocks, dict[Tier, Catalog]()
+        if Tier.HOST in places:
+            used_at = self.core.state.pool.order.used_at
+            found[Tier.HOST] = host = HostCatalog(
+                places[Tier.HOST],
+                ranks,
+                portal,
+                clocks.monotonic,
+                clocks.sleep,
+                used_at,
+                keeps=config.host_keep,
+                orphan_bytes=config.orphan_bytes,
+            )
+            self.faults.in_doubt = host.distrust
+        return found | catalogs_of(places, Scheduler(config, ranks, portal, clocks, key))
+
     def _look_at_reset(self, *, is_new: bool = False) -> None:
         """Publish the end of the last reset, if all jobs that were open at the reset have ended or were abandoned."""
         look = self.copies.reset if is_new else self.copies.look_at_reset
         epoch = self.core.state.epoch
         if event := self.faults.ask("reset", lambda: look(epoch), None):
             self.bus.publish(event)
-
-
-def _catalogs(
-    places: Places,
-    config: OffloadConfig,
-    shape: EngineShape,
-    portal: Portal | None,
-    clocks: Clocks,
-    key: TierKey | None,
-) -> dict[Tier, Catalog]:
-    if not places:
-        return {}
-    assert portal is not None, "a tier below the host needs a portal"
-    return catalogs_of(places, Scheduler(config, shape.ranks, portal, clocks, key))
 
 
 def _policy(config: OffloadConfig, shape: EngineShape, places: Places) -> Policy:
@@ -451,4 +460,5 @@ def _policy(config: OffloadConfig, shape: EngineShape, places: Places) -> Policy
         config.min_load_tokens if isinstance(config.min_load_tokens, int) else shape.alignment,
         config.recurrent_prefix_boundaries,
         states_of(config, places),
+        keeps_host=Tier.HOST in places,
     )

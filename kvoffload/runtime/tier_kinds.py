@@ -20,6 +20,7 @@ from kvoffload.model.causes import RemoteFault
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import Tier, TransferReport
+from kvoffload.node.folder import HostPlace
 from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.remote.store import open_store
 from kvoffload.runtime.disk_catalog import DiskCatalog
@@ -210,21 +211,38 @@ KINDS = (
 """The lower tiers, in the order in which they are searched."""
 
 Places = Mapping[Tier, Any]
-"""Where an engine's blocks are on each of its lower tiers."""
+"""Where an engine's blocks are on each of its lower tiers, and in files of host memory."""
 
 
-def places_of(config: OffloadConfig, identify: Identify, replica: int = 0) -> Places:
-    """Return the places of the lower tiers that the settings name.
+class EngineName(NamedTuple):
+    """How the processes of one engine find its host memory.
+
+    Args:
+        kind: see `HostPlace.kind`.
+        life: see `HostPlace.engine`.
+    """
+
+    kind: str
+    life: str
+
+
+def places_of(
+    config: OffloadConfig, identify: Identify, replica: int = 0, engine: EngineName | None = None
+) -> Places:
+    """Return the places of the lower tiers that the settings name, and of host memory in files.
 
     Args:
         config: the operator's settings.
         identify: returns the identity of the engine's KV.
         replica: the index of this engine among the data-parallel engines.
+        engine: the engine's names; None for an engine without host memory of ours.
 
     Raises:
         ConfigError: a tier's address cannot be used.
     """
     found = {kind.state.tier: kind.place(config, identify, replica) for kind in KINDS}
+    if engine is not None and config.host_path is not None:
+        found[Tier.HOST] = HostPlace(config.host_path, engine.kind, engine.life, identify)
     return {tier: place for tier, place in found.items() if place is not None}
 
 

@@ -82,7 +82,10 @@ class TiersSide:
         drain_s: float,
     ) -> None:
         self.catalogs = catalogs
-        self._pairs = [(state.by_name[tier], catalog) for tier, catalog in catalogs.items()]
+        self._pairs = [
+            (state.pool if tier is Tier.HOST else state.by_name[tier], catalog)
+            for tier, catalog in catalogs.items()
+        ]
         self._store = store
         self._jobs = state.jobs
         self._faults = faults
@@ -92,7 +95,7 @@ class TiersSide:
         self._idle_since: float | None = None
         self._late_steps = 0
         self.arrived = tuple([catalog.arrived for catalog in catalogs.values()])
-        self.outboxes = tuple([tier.for_catalog for tier, _ in self._pairs])
+        self.outboxes = tuple([outbox for tier, _ in self._pairs if (outbox := tier.for_catalog) is not None])
         self.due_at = -inf
         self._overdue_at = inf  # when the open jobs become overdue, unless a job begins or ends before
         self.awaits_ranks = bool(catalogs)

@@ -13,12 +13,14 @@ from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig, size_text
 from kvoffload.model.errors import CopyError
 from kvoffload.model.ids import Rank
-from kvoffload.model.wire import Tier, TransferPlan, TransferReport
+from kvoffload.model.wire import SlotsFile, Tier, TierStatus, TransferPlan, TransferReport
+from kvoffload.node.folder import check_free, free_bytes, make_room
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.tier_kinds import Places, Worker, copies_of
-from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.arena import Arena, slots_in_chunk
 from kvoffload.transfer.factory import make_allocator, make_checksums, make_copier
-from kvoffload.transfer.host_memory import slots_for
+from kvoffload.transfer.host_file import HostFile, RankShape, open_host_file
+from kvoffload.transfer.host_memory import fits, slots_for
 from kvoffload.transfer.layout import check_pieces
 from kvoffload.transfer.ports import Clocks
 from kvoffload.transfer.pump import TransferPump
@@ -76,6 +78,7 @@ class WorkerSide:
         self._places = places or {}
         self._tier_key = tier_key
         self._tiers: dict[Tier, TierJobs] = {}
+        self._file: HostFile | None = None
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
         # The arena, and when pinning its memory began; None after the first step, or if no memory is pinned.
@@ -96,13 +99,15 @@ class WorkerSide:
         check_pieces(self._config.layout, layout)
         # The machine's first rank checks for all ranks, because free memory shrinks while ranks allocate theirs.
         ranks = self._local_ranks if self._rank % self._local_ranks == 0 else 1
-        slots = slots_for(self._config.host_bytes // self._ranks, layout, ranks=ranks)
         executor = self._portal.executor
-        arena = Arena(layout, slots, make_allocator(layout, executor=executor), clock=self._clock)
+        slots = self._open_memory(layout, ranks)
+        file = self._file
+        arena = Arena(layout, slots, make_allocator(layout, executor=executor, file=file), clock=self._clock)
         copier = self._copier or make_copier(
             layout, executor=executor, clock=self._clock, batch_copies=self._config.batch_copies
         )
-        checksums = make_checksums(self._config.verify, arena, executor=executor)
+        sums = None if file is None else file.sums
+        checksums = make_checksums(self._config.verify, arena, executor=executor, known=sums)
         pump = TransferPump(
             self._rank,
             arena,
@@ -144,6 +149,34 @@ class WorkerSide:
             store_policy=self._config.store_policy,
             verify=self._config.verify,
         )
+        return slots
+
+    def _open_memory(self, layout: DeviceLayout, ranks: int) -> int:
+        """Return how many slots to prepare. Open the file of host memory, if it lies in files.
+
+        Args:
+            layout: the rank's device layout.
+            ranks: for how many ranks to check that their memory fits.
+
+        Raises:
+            ConfigError: the memory does not fit, or the file cannot be used.
+        """
+        config, place = self._config, self._places.get(Tier.HOST)
+        bytes_per_rank = config.host_bytes // self._ranks
+        if place is None:
+            return slots_for(bytes_per_rank, layout, ranks=ranks)
+        claim = place.claim()
+        try:
+            size = ranks * (bytes_per_rank // layout.slot_bytes) * layout.slot_bytes - claim.size
+            if self._rank % self._local_ranks == 0:
+                make_room(place, lambda: not fits(size) or free_bytes(place.root) < size)
+            slots = slots_for(bytes_per_rank, layout, ranks=ranks, kept=claim.size)
+            check_free(place.root, size)
+            shape = RankShape(self._rank, layout, slots_in_chunk(layout), config.verify)
+            self._file = open_host_file(claim, shape, slots)
+        except BaseException:
+            claim.close()
+            raise
         return slots
 
     def unregister(self) -> None:
@@ -217,6 +250,8 @@ class WorkerSide:
         pump.poll()
         taken = [tier.take() for tier in self._tiers.values()] if self._tiers else ()
         below = [report for report in taken if report is not None]
+        if self._file is not None:
+            below.insert(0, _file_report(self._file))
         report = pump.take_report(is_due=any(each.is_new for each in below))
         return report if report is None or not below else with_tiers(report, below)
 
@@ -232,10 +267,17 @@ class WorkerSide:
             tier.close()
         for task in self._tasks:
             task.cancel()
+        file, self._file = self._file, None
+        may_still_write = False
         try:
             self._run(pump.close)
         except Exception as error:  # The engine must be able to close its other parts.
+            may_still_write = True
             log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
+        if file is not None:
+            if not self._config.host_keep:
+                file.remove()
+            file.close(may_still_write=may_still_write)
 
     def _run(
         self, async_fn: Callable[P, Coroutine[object, object, Answer]], *args: P.args, **kwargs: P.kwargs
@@ -271,6 +313,10 @@ class WorkerSide:
         """Return the pump that runs this rank's copies."""
         assert self._pump is not None, "call register() first"
         return self._pump
+
+
+def _file_report(file: HostFile) -> TierReport:
+    return TierReport((), False, TierStatus(Tier.HOST, True, SlotsFile(file.id, file.kept, file.previous)))
 
 
 def with_tiers(report: TransferReport, below: Sequence[TierReport]) -> TransferReport:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import EngineContractError, HostMemoryBusy, HostMemoryError
 from kvoffload.transfer.ports import Clocks
-from kvoffload.transfer.runs import array_at, geometry_of
+from kvoffload.transfer.runs import array_at, geometry_of, region_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     # Pages of all regions that share a page size: [regions, slots, page] for a chunk, [regions, page] for a slot.
     Pages: TypeAlias = NDArray[np.uint8]
 
-_LINE = 64
 CHUNK_BYTES = 64 * 2**20
 """The usual size of a chunk. Pinning it takes about 6 ms, during which the driver may block other calls.
 
@@ -79,7 +78,7 @@ class Arena:
         self.refusal: str | None = None
         self._allocator = allocator
         self._clock = clock or Clocks()
-        self._chunk_slots = max(1, chunk_bytes // layout.slot_bytes)
+        self._chunk_slots = slots_in_chunk(layout, chunk_bytes)
         self._chunks: list[HostChunk] = []
         self._pages: list[list[Pages]] = []  # the pages of each chunk, in the order of the regions
         self.geometry = geometry_of(layout, self._chunk_slots)
@@ -216,7 +215,8 @@ class Arena:
         """
         count = min(self._chunk_slots, self.slots - self.ready_slots)
         try:
-            chunk = await self._allocator.allocate(region_offsets(self.layout.page_bytes, count)[-1])
+            size = region_offsets(self.layout.page_bytes, count)[-1]
+            chunk = await self._allocator.allocate(size, self.ready_slots)
         except HostMemoryBusy:
             raise
         except HostMemoryError as error:
@@ -242,13 +242,13 @@ class Arena:
         self.ready_slots += count
 
 
+def slots_in_chunk(layout: DeviceLayout, chunk_bytes: int = CHUNK_BYTES) -> int:
+    """Return how many slots a chunk has, except the last one, which may have fewer."""
+    return max(1, chunk_bytes // layout.slot_bytes)
+
+
 def _kind(layout: DeviceLayout) -> tuple[object, ...]:
     return layout.page_bytes, layout.meaning, layout.blocks, layout.device
-
-
-def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:
-    """Return the offset of each region in a chunk of `count` slots, followed by the chunk's size."""
-    return list(accumulate((-(-size * count // _LINE) * _LINE for size in page_bytes), initial=0))
 
 
 def _pages_at(starts: Sequence[int], sizes: Sequence[int], count: int) -> list[Pages]:

@@ -116,12 +116,19 @@ class Checksums:
         reader: reads slots.
         slots: number of slots in the arena.
         executor: its threads read the slots for `start`.
+        known: where the checksums are kept; by default in a new array.
     """
 
-    def __init__(self, reader: SlotReader, slots: int, executor: Executor) -> None:
+    def __init__(
+        self,
+        reader: SlotReader,
+        slots: int,
+        executor: Executor,
+        known: NDArray[np.uint64] | None = None,
+    ) -> None:
         self._reader = reader
         self._executor = executor
-        self._known = np.zeros(slots, np.uint64)
+        self._known = np.zeros(slots, np.uint64) if known is None else known
 
     def start(self, direction: Direction, slots: Numbers) -> Future[Positions]:
         """Start computing the checksums of slots filled by stores, or comparing those of slots read by loads.

@@ -34,7 +34,7 @@ from kvoffload.disk.system import PAGE, aligned_buffer
 from kvoffload.disk.tier_key import are_equal
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import DiskError, reason_of
-from kvoffload.model.wire import DiskFile, Tier
+from kvoffload.model.wire import SlotsFile, Tier
 from kvoffload.transfer.blocking_calls import BlockingCalls, ErrorRow
 from kvoffload.transfer.per_thread import PerThread
 from kvoffload.transfer.tier_jobs import TierJobs, TierReport, find_corrupt
@@ -120,7 +120,7 @@ class RankDisk(TierJobs):
             return None
         self._sync()
         file = self.calls.resource
-        found = None if file is None else DiskFile(file.id, file.slots)
+        found = None if file is None else SlotsFile(file.id, file.slots)
         return self._report(found)
 
     def close(self) -> None:

@@ -11,8 +11,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from kvoffload.transfer.arena import Arena
     from kvoffload.transfer.checksums import Checksums
+    from kvoffload.transfer.host_file import HostFile
     from kvoffload.transfer.host_memory import HostAllocator
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier
@@ -50,12 +54,15 @@ def make_copier(
     return HostCopier(executor, clock)
 
 
-def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator:
+def make_allocator(
+    layout: DeviceLayout, *, executor: Executor, file: HostFile | None = None
+) -> HostAllocator:
     """Return the allocator of the arena's memory, which also pins the memory if the device is a CUDA device.
 
     Args:
         layout: the layout of the tensors to copy.
         executor: its threads touch and pin the memory.
+        file: the file that has the memory; None for anonymous memory.
 
     Raises:
         EngineContractError: there is no copier for this kind of device.
@@ -64,8 +71,8 @@ def make_allocator(layout: DeviceLayout, *, executor: Executor) -> HostAllocator
         from kvoffload.transfer.cuda.driver import CudaPin, NvidiaDriver
 
         driver = NvidiaDriver(layout.device)
-        return MmapAllocator(executor, CudaPin(driver), preferred_node(driver.pci_address))
-    return MmapAllocator(executor)
+        return MmapAllocator(executor, CudaPin(driver), preferred_node(driver.pci_address), file=file)
+    return MmapAllocator(executor, file=file)
 
 
 def current_stream(device: str) -> Callable[[], int]:
@@ -76,20 +83,23 @@ def current_stream(device: str) -> Callable[[], int]:
     return lambda: int(torch.cuda.current_stream(place).cuda_stream)
 
 
-def make_checksums(verify: str, arena: Arena, *, executor: Executor) -> Checksums | None:
+def make_checksums(
+    verify: str, arena: Arena, *, executor: Executor, known: NDArray[np.uint64] | None = None
+) -> Checksums | None:
     """Return the checksums of the arena's slots, or None if `verify` is "off".
 
     Args:
         verify: the setting `verify`.
         arena: the rank's host memory.
         executor: its threads read the slots.
+        known: the checksums of slots that an earlier process filled, kept up to date here; None without such slots.
     """
     if verify == "off":
         return None
     from kvoffload.transfer.checksums import Checksums, SampledSlots, whole_slots
 
     reader = SampledSlots(arena) if verify == "sample" else whole_slots(arena)
-    return Checksums(reader, arena.slots, executor)
+    return Checksums(reader, arena.slots, executor, known)
 
 
 def _is_cuda(layout: DeviceLayout) -> bool:

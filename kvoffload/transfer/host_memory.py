@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvoffload.logs import get_logger
 from kvoffload.model.config import ADVICE, size_text
 from kvoffload.model.errors import ConfigError, HostMemoryError
+from kvoffload.transfer.host_file import HostFile, advise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -70,8 +71,12 @@ class HostChunk:
 class HostAllocator(Protocol):
     """Allocates host memory that is ready for copies at full speed."""
 
-    async def allocate(self, size: int) -> HostChunk:
+    async def allocate(self, size: int, first: int = 0) -> HostChunk:
         """Return `size` bytes with every page present (and pinned, if the device needs that).
+
+        Args:
+            size: the chunk's bytes.
+            first: the chunk's first slot.
 
         Raises:
             HostMemoryBusy: the memory cannot be pinned now; a later call may succeed.
@@ -99,7 +104,9 @@ class Pin(Protocol):
 
 @dataclass(frozen=True)
 class MmapAllocator:
-    """Allocates anonymous memory. `executor`'s threads touch and pin it, so that no event loop waits for the kernel.
+    """Allocates anonymous memory, or memory in a file.
+
+    `executor`'s threads touch and pin it, so that no event loop waits for the kernel.
 
     These threads also release pinned memory, chunk by chunk. An engine that stops waits only a few seconds for its
     workers; memory that is still pinned after that is freed with the process. Forked children do not get the memory,
@@ -110,15 +117,17 @@ class MmapAllocator:
         pin: pins the memory for a device; None if the device is the CPU.
         node: the NUMA node to allocate from; None leaves the choice to the kernel.
         read: reads the kernel's files; tests pass their own.
+        file: the file that has the memory; None for anonymous memory.
     """
 
     executor: Executor
     pin: Pin | None = None
     node: PreferredNode | None = None
     read: ReadText = read_file
+    file: HostFile | None = None
 
-    async def allocate(self, size: int) -> HostChunk:
-        work = self.executor.submit(self._allocate, size)
+    async def allocate(self, size: int, first: int = 0) -> HostChunk:
+        work = self.executor.submit(self._allocate, size, first)
         try:
             return await asyncio.wrap_future(work)
         except asyncio.CancelledError:
@@ -126,35 +135,34 @@ class MmapAllocator:
             work.add_done_callback(_release_result)
             raise
 
-    def _allocate(self, size: int) -> HostChunk:
+    def _allocate(self, size: int, first: int = 0) -> HostChunk:
         # Ranks and engines that start together all count the same memory as free. Without a check before each chunk,
         # the kernel could run out of memory and kill one of them.
         left = available_bytes(self.read)
-        if left is not None and left < size + RESERVE:
+        is_new = self.file is None or not self.file.has(first, size)
+        if is_new and left is not None and left < size + RESERVE:
             raise HostMemoryError(
                 f"{left} bytes are left on this machine or in this process's cgroup; {size} more would leave others less "
                 f"than {RESERVE}"
             )
-        try:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except (OSError, ValueError, OverflowError) as error:
-            raise HostMemoryError(f"the system refused {size} bytes of host memory: {error}") from error
-        _advise(memory)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        # `memset` touches every page, and releases the GIL.
         with nullcontext() if self.node is None else self.node.processors():
-            ctypes.memset(address, 0, size)
+            if self.file is None:
+                memory: mmap.mmap | HostFile = _anonymous(size)
+                address = ctypes.addressof(ctypes.c_char.from_buffer(memory))  # type: ignore[arg-type]
+                ctypes.memset(address, 0, size)  # touches every page, and releases the GIL
+            else:
+                memory, address = self.file, self.file.take(first, size)
         if self.pin is not None:
             try:
                 self.pin.register(address, size)
             except BaseException:
-                memory.close()  # Close the memory now, because the error's traceback would keep it.
+                _close(memory)  # Close the memory now, because the error's traceback would keep it.
                 raise
         return HostChunk(address, size, lambda: self._release(address, memory))
 
-    def _release(self, address: int, memory: mmap.mmap) -> None:
+    def _release(self, address: int, memory: mmap.mmap | HostFile) -> None:
         if self.pin is None:
-            memory.close()
+            _close(memory)
             return
         try:
             self.executor.submit(_unpin, self.pin, address, memory)
@@ -162,9 +170,24 @@ class MmapAllocator:
             _unpin(self.pin, address, memory)
 
 
-def _unpin(pin: Pin, address: int, memory: mmap.mmap) -> None:
-    if pin.unregister(address):
+def _anonymous(size: int) -> mmap.mmap:
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise HostMemoryError(f"the system refused {size} bytes of host memory: {error}") from error
+    advise(memory)
+    return memory
+
+
+def _close(memory: mmap.mmap | HostFile) -> None:
+    """Unmap anonymous memory. A file is unmapped as a whole, when nothing refers to it any more."""
+    if isinstance(memory, mmap.mmap):
         memory.close()
+
+
+def _unpin(pin: Pin, address: int, memory: mmap.mmap | HostFile) -> None:
+    if pin.unregister(address):
+        _close(memory)
     else:  # The device may still write here, so the addresses must not be reused.
         _KEPT.append(memory)
 
@@ -236,7 +259,7 @@ class PreferredNode:
 
 
 def slots_for(
-    bytes_per_rank: int, layout: DeviceLayout, *, ranks: int = 1, read: ReadText = read_file
+    bytes_per_rank: int, layout: DeviceLayout, *, ranks: int = 1, kept: int = 0, read: ReadText = read_file
 ) -> int:
     """Return how many host slots fit into `bytes_per_rank`.
 
@@ -244,6 +267,7 @@ def slots_for(
         bytes_per_rank: bytes of host memory that this rank may use.
         layout: the rank's device layout.
         ranks: how many ranks on this machine will each use `bytes_per_rank` of the memory that is free now.
+        kept: bytes that the ranks' files have already.
         read: reads the kernel's files; tests pass their own.
 
     Raises:
@@ -257,11 +281,16 @@ def slots_for(
         )
         raise ConfigError([problem])
     needed = ranks * slots * layout.slot_bytes
-    if (limit := exceeded(needed, memory_limits(read))) is not None:
+    if (limit := exceeded(needed - kept, memory_limits(read))) is not None:
         together = "" if ranks == 1 else f", all {ranks} ranks of this machine {size_text(needed)}"
         given = f"host_bytes gives each rank {bytes_per_rank} bytes{together}"
         raise ConfigError([f"{given}, above {limit}; {size_text(RESERVE)} must stay free"])
     return slots
+
+
+def fits(needed: int, read: ReadText = read_file) -> bool:
+    """Return whether this machine and this process's cgroup have `needed` bytes left, and `RESERVE`."""
+    return exceeded(needed, memory_limits(read)) is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,21 +394,6 @@ def _fields(text: str | None) -> dict[str, str]:
     """Return the second word of each line, by the line's first word."""
     lines = [line.split() for line in (text or "").splitlines()]
     return {words[0]: words[1] for words in lines if len(words) > 1}
-
-
-def _advise(memory: mmap.mmap) -> None:
-    """Ask for huge pages, and exclude the memory from forks and core dumps. A refusal does no harm.
-
-    With huge pages, scattered copies need fewer address translations. Without `MADV_DONTFORK`, each fork would copy the
-    pinned pages.
-
-    khugepaged scans this memory while it holds the lock of the process's memory map. `MADV_COLLAPSE` would avoid the
-    scans, but holds that lock while it waits for a kernel thread on every processor, which took up to 6 s while vLLM's
-    threads were spinning.
-    """
-    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
-        with contextlib.suppress(OSError, AttributeError):
-            memory.madvise(getattr(mmap, name))
 
 
 def _release_result(work: Future[HostChunk]) -> None:

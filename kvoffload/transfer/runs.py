@@ -14,6 +14,7 @@ by block, so that pairs that can be joined are next to each other.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
     from kvoffload.transfer.layout import DeviceLayout
 
     Numbers = NDArray[np.int64]
+
+
+_LINE = 64
+
+
+def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:
+    """Return the offset of each region in a chunk of `count` slots, followed by the chunk's size."""
+    return list(accumulate((-(-size * count // _LINE) * _LINE for size in page_bytes), initial=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger
 
     from kvoffload.model.ids import JobId
-    from kvoffload.model.wire import DiskFile
+    from kvoffload.model.wire import SlotsFile
     from kvoffload.transfer.blocking_calls import BlockingCalls, Call
     from kvoffload.transfer.checksums import Checksums
 
@@ -218,7 +218,7 @@ class TierJobs:
         self.calls.poll()
         return self._report()
 
-    def _report(self, file: DiskFile | None = None) -> TierReport:
+    def _report(self, file: SlotsFile | None = None) -> TierReport:
         reports = tuple(self._reports)
         self._reports = []
         works = self.calls.works

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import kvoffload
 from kvoffload.checks import memory
@@ -19,7 +20,7 @@ from kvoffload.model.ids import GroupId, Rank
 from kvoffload.model.wire import TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
-from kvoffload.runtime.tier_kinds import Places, places_of
+from kvoffload.runtime.tier_kinds import EngineName, Places, places_of
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.host_memory import advise_host_bytes
 from kvoffload.transfer.layout import layout_of
@@ -79,7 +80,9 @@ class ReferencePlugin:
         shape = shape_of(engine, self._promises)
         self._tier_key = read_tier_key(self._config.tier_key_file)
         identity = with_key(_identity_of(engine, shape, self._config), self._tier_key)
-        self._places = places_of(self._config, lambda: identity)
+        self._places = places_of(
+            self._config, lambda: identity, engine=EngineName(_kind_of(identity), uuid4().hex)
+        )
         self.offload = SchedulerSide(
             shape,
             self._config,
@@ -174,6 +177,10 @@ def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig)
         settings={"device": engine.config.device},
         groups=groups_of(shape),
     )
+
+
+def _kind_of(identity: KVIdentity) -> str:
+    return f"reference-{identity.fingerprint[:16]}"
 
 
 def plugin() -> ReferencePlugin:

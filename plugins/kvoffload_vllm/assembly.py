@@ -20,6 +20,7 @@ from kvoffload.model.engine import EngineIdentity
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import Tier
+from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.runtime.tier_kinds import Places, places_of
@@ -30,7 +31,8 @@ from kvoffload.transfer.host_memory import advise_host_bytes
 from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
 from kvoffload_vllm.events import TierEvents, find_wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
-from kvoffload_vllm.kv_identity import Identification, find_identity, find_problems
+from kvoffload_vllm.kept_notes import KeptNotes
+from kvoffload_vllm.kv_identity import Identification, engine_name, find_identity, find_problems
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
 from kvoffload_vllm.worker import VllmWorker
@@ -60,7 +62,8 @@ def start_scheduler(
     identification = _identification(vllm_config, config, groups, key)
     places: Places = {}
     if identification is not None:
-        places = places_of(config, identification.identify, _replica(vllm_config))
+        names = _replica(vllm_config), engine_name(vllm_config)
+        places = places_of(config, identification.identify, *names)
     device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
     offload = SchedulerSide(
         groups.shape,
@@ -80,8 +83,19 @@ def start_scheduler(
     if publishes_events(vllm_config):
         state = offload.core.state
         indexes = {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in state.tiers}}
+        host = offload.catalogs.get(Tier.HOST)
+        kept = None
+        if isinstance(host, HostCatalog):
+            kept = KeptNotes(max(group.block_tokens for group in groups.shape.groups))
+            host.on_open = kept.open
         tier_events = TierEvents(
-            groups, indexes, find_wire(kv_cache_config), device, offload.observation.removed
+            groups,
+            indexes,
+            find_wire(kv_cache_config),
+            device,
+            offload.observation.removed,
+            kept,
+            lambda: bool(state.growing),
         )
     VllmScheduler.__init__(
         scheduler,
@@ -117,7 +131,7 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
         parallel.world_size,
         config,
         portal,
-        places=places_of(config, identity.result, _replica(vllm_config)),
+        places=places_of(config, identity.result, _replica(vllm_config), engine_name(vllm_config)),
         local_ranks=local_ranks,
         tier_key=key,
     )
@@ -153,22 +167,21 @@ def _replica(vllm_config: VllmConfig) -> int:
 def _identification(
     vllm_config: VllmConfig, config: OffloadConfig, groups: VllmGroups, key: TierKey | None = None
 ) -> Identification | None:
-    """Return how the engine's KV is identified on lower tiers; None without one.
+    """Return how the engine's KV is identified for other processes; None if they cannot find it.
 
     Raises:
-        ConfigError: other processes could not find this engine's blocks in a lower tier; the message lists every
-            reason.
+        ConfigError: other processes could not find this engine's blocks; the message lists every reason.
     """
     from vllm import envs
 
-    if not config.has_tiers:
+    if not config.outlives_engine:
         return None
     by_hand = config.weights_id
     if problems := find_problems(vllm_config, has_identity=by_hand is not None):
         raise ConfigError(problems)
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     log_warnings(examine([block_hashes(algorithm)], Setup(config=config)))
-    memory = config.disk_path or Path(envs.VLLM_CACHE_ROOT, "kvoffload")
+    memory = config.disk_path or config.host_path or Path(envs.VLLM_CACHE_ROOT, "kvoffload")
     return Identification(
         lambda: find_identity(vllm_config, groups_of(groups.shape), groups.hash_tokens, memory, by_hand, key)
     )

@@ -5,7 +5,8 @@ store the block much later. So `BlockNotes` records the tokens in a note when a 
 keeps the note while the block may still arrive on a tier. Notes exist only if vLLM publishes events.
 
 For a block that another process stored on the disk or in the remote tier, the event waits until a request of this
-engine computes or loads the block. The remote tier's events cover only blocks that this engine stored or looked up.
+engine computes or loads the block. Blocks that an earlier engine left in host memory are announced at once, from
+`KeptNotes`: after the last one was adopted, parents first, some in each step. The remote tier's events cover only blocks that this engine stored or looked up.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from kvoffload.model.ids import BlockKey
+from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import Tier
 from kvoffload_vllm.groups import VllmGroups
+from kvoffload_vllm.kept_notes import KeptNote, KeptNotes
 from kvoffload_vllm.places import PLACES
 from kvoffload_vllm.pool_device import GROUP_BYTES, group_suffix, split_key
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from kvoffload.core.key_index import KeyIndex
     from kvoffload_vllm.pool_device import VllmDevice
 
+_ANNOUNCED = 1024  # how many adopted blocks are announced in one step, which takes a few milliseconds
 _TOKEN = "i"  # `array`'s code for a signed integer of four bytes
 
 
@@ -43,12 +47,14 @@ class BlockNote:
         tokens: the block's token ids as packed bytes, because a tuple would take eight times the memory.
         adapter: the id and name of the LoRA adapter that computed the block; None without an adapter.
         extra_keys: what the block's hash covers besides tokens and parent, such as digests of images; None if nothing.
+        depth: how many blocks of this size precede the block in its prompt.
     """
 
     parent: bytes | None
     tokens: bytes
     adapter: tuple[int, str] | None = None
     extra_keys: tuple[Any, ...] | None = None
+    depth: int = 0
 
     @property
     def token_ids(self) -> list[int]:
@@ -120,7 +126,7 @@ class BlockNotes:
             extra_keys, media = self._wire.extra_keys(request, start, end, media)
             parent = hashes[position * ratio - 1] if position else None
             packed = array(_TOKEN, request.all_token_ids[start:end]).tobytes()
-            notes[block_hash] = BlockNote(parent, packed, adapter, extra_keys)
+            notes[block_hash] = BlockNote(parent, packed, adapter, extra_keys, position)
             self._drop_oldest(ratio)
             if self.awaited:
                 self.late += [key for key in self._keys(block_hash, ratio) if key in self.awaited]
@@ -151,6 +157,8 @@ class TierEvents:
         wire: the event classes and conversions of the installed vLLM.
         device: vLLM's block pool.
         on_removed: called with this observer's name and its first exception, after which there are no more events.
+        kept: the notes beside host memory that outlives its engine; None without such memory.
+        is_adopting: returns whether the host may still get blocks of an earlier engine.
     """
 
     def __init__(
@@ -160,6 +168,8 @@ class TierEvents:
         wire: Wire,
         device: VllmDevice,
         on_removed: Callable[[str, Exception], object],
+        kept: KeptNotes | None = None,
+        is_adopting: Callable[[], bool] = lambda: False,
     ) -> None:
         on_host = indexes[Tier.HOST] if len(indexes) > 1 else ()
 
@@ -174,6 +184,10 @@ class TierEvents:
         self._ledgers = {tier: index.watch() for tier, index in indexes.items()}
         self._on_removed = on_removed
         self._is_removed = False
+        self._kept = kept
+        self._is_adopting = is_adopting
+        self._adopted: list[tuple[SlotId, BlockKey]] = []  # not announced yet
+        self._announcing: Iterator[tuple[SlotId, BlockKey]] | None = None  # the same, parents first
 
     def note(self, request: Request, first: int, computed_tokens: int) -> int:
         """Take notes about the blocks that a request has computed; see `BlockNotes.take`."""
@@ -201,7 +215,7 @@ class TierEvents:
 
     def _take(self) -> Iterable[KVCacheEvent]:
         late, awaited = self.notes.late, self.notes.awaited
-        if not (late or any(self._ledgers.values())):
+        if not (late or self._adopted or any(self._ledgers.values())):
             return ()
         events: list[KVCacheEvent] = []
         for tier, ledger in self._ledgers.items():
@@ -209,7 +223,24 @@ class TierEvents:
             events += self.events(tier, [*arrived, *ledger])
             ledger.clear()
         late.clear()
+        if self._adopted and not self._is_adopting():
+            events += self._announce()
         return events
+
+    def _announce(self) -> Iterator[KVCacheEvent]:
+        """Yield the events of some adopted blocks that are still on the host."""
+        assert self._kept is not None
+        if self._announcing is None:
+            places = self._kept.by_depth([slot for slot, _ in self._adopted])
+            self._announcing = iter([self._adopted[place] for place in places])
+        some = [*islice(self._announcing, _ANNOUNCED)]
+        for slot, key in some:
+            kept = self._kept.read(slot, key, self._tokens[split_key(key)[1]])
+            is_there = self._indexes[Tier.HOST].get(key) == slot
+            if kept is not None and is_there and self._awaits_no_more(key, Tier.HOST):
+                yield self._stored(Tier.HOST, key, BlockNote(kept.parent, kept.tokens))
+        if len(some) < _ANNOUNCED:
+            self._adopted, self._announcing = [], None
 
     def events(self, tier: Tier, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
         """Yield one removal event for each group, then one event for each arrived block, parents first.
@@ -225,11 +256,12 @@ class TierEvents:
         for key, has_come in dict(ledger).items():
             note = self.notes.get(key)
             if has_come and note is None:
-                self.notes.awaited.setdefault(key, set()).add(tier)
+                self._await(key, tier)
                 continue
             was_left_out = self._awaits_no_more(key, tier)
             if has_come and note is not None:
                 came[key] = note
+                self._keep(tier, key, note)
             elif not was_left_out:
                 block_hash, number = split_key(key)
                 gone.setdefault(number, []).append(self._wire.hash(block_hash))
@@ -237,6 +269,20 @@ class TierEvents:
             yield self._wire.removed(block_hashes=hashes, group_idx=number, **PLACES[tier].where)
         for key in _parents_first(came):
             yield self._stored(tier, key, came[key])
+
+    def _await(self, key: BlockKey, tier: Tier) -> None:
+        """Record that a block has arrived without a note. On the host, the engine before may have left one."""
+        self.notes.awaited.setdefault(key, set()).add(tier)
+        slot = self._indexes[tier].get(key)
+        if tier is Tier.HOST and self._kept is not None and self._announcing is None and slot is not None:
+            self._adopted.append((slot, key))
+
+    def _keep(self, tier: Tier, key: BlockKey, note: BlockNote) -> None:
+        """Keep the note of a block on the host for the engine after this one, if events of it need nothing more."""
+        slot = self._indexes[tier].get(key)
+        is_plain = note.adapter is None and note.extra_keys is None
+        if tier is Tier.HOST and self._kept is not None and slot is not None and is_plain:
+            self._kept.write(slot, key, KeptNote(note.depth, note.parent, note.tokens))
 
     def _awaits_no_more(self, key: BlockKey, tier: Tier) -> bool:
         """Remove a block's entry for a tier from `awaited`. Return whether there was such an entry."""

@@ -15,6 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from kvoffload.disk.identity import KVIdentity, cpu_name, with_key
 from kvoffload.disk.weights import process_began_ns, weights_identity
 from kvoffload.model.errors import DiskError
+from kvoffload.runtime.tier_kinds import EngineName
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -119,8 +121,20 @@ class Identification:
         self._stepped.set()
 
 
+def engine_name(vllm_config: VllmConfig) -> EngineName:
+    """Return the names by which all processes of an engine find its host memory, before its KV is identified."""
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
+    parts = [version("vllm"), model.model, model.dtype, vllm_config.cache_config.cache_dtype]
+    parts += [parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
+    if parallel.distributed_executor_backend == "external_launcher":
+        parts.append(parallel.rank)  # each rank is an engine to itself, and needs its own rank's memory
+    kind = f"vllm-{sha256(repr(parts).encode()).hexdigest()[:16]}"
+    # `engine_id` tells data-parallel engines apart; an operator may have set it, so that it does not tell lives apart.
+    return EngineName(kind, f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}")
+
+
 def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
-    """Return every reason why other processes could not find this engine's blocks on the disk or in the remote tier.
+    """Return every reason why other processes could not find this engine's blocks on the disk, in the remote tier or in host memory.
 
     Args:
         vllm_config: the engine's configuration.
@@ -129,7 +143,7 @@ def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
     problems = [*_check_seed(vllm_config)]
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         problems.append(
-            "disk_path and remote_url need KV cache scales that are the same at each start, and calculate_kv_scales "
+            "disk_path, remote_url and host_path need KV cache scales that are the same at each start, and calculate_kv_scales "
             "measures them anew; take them from the checkpoint"
         )
     if not has_identity:
@@ -187,8 +201,8 @@ def _check_seed(vllm_config: VllmConfig) -> Iterator[str]:
     is_fixed = hasattr(kv_cache_utils, "get_none_hash_seed") and algorithm in _SEEDED
     if not is_fixed and "PYTHONHASHSEED" not in os.environ:
         yield (
-            "disk_path and remote_url need block hashes that are the same at each start, and this vLLM seeds those of "
-            f"{algorithm} at random; set PYTHONHASHSEED to one number in the environment of all processes"
+            "disk_path, remote_url and host_path need block hashes that are the same at each start, and this vLLM seeds "
+            f"those of {algorithm} at random; set PYTHONHASHSEED to one number in the environment of all processes"
         )
 
 
@@ -206,7 +220,7 @@ def _check_weights(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
         reason = "the model is a file and not a folder"
     if reason is not None:
         yield (
-            f"disk_path and remote_url: the weights of {model.model} cannot be identified, because {reason}; set "
+            f"disk_path, remote_url and host_path: the weights of {model.model} cannot be identified, because {reason}; set "
             "weights_id to a name that changes with the weights"
         )
 

@@ -103,7 +103,7 @@ def _of_configuration(reply: Mapping[str, Any], setup: Setup, *, is_ours: bool) 
     for problem in reply["problems"]:
         yield problem, _CORRECT
     config = setup.config
-    if config.has_tiers:
+    if config.outlives_engine:
         key = "tier_problems" if config.weights_id is None else "tier_problems_with_weights_id"
         for problem in reply[key]:
             yield problem, _CORRECT

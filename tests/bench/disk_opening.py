@@ -21,7 +21,7 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.facts import TierRestored
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, Rank
-from kvoffload.model.wire import DiskFile, TransferReport
+from kvoffload.model.wire import SlotsFile, TransferReport
 from kvoffload.runtime.disk_catalog import DiskCatalog
 from kvoffload.runtime.portal import Portal
 from tests.bench.engineless import CountedBlocks
@@ -87,7 +87,7 @@ def _open(folder: Path, identity: KVIdentity, blocks: int) -> tuple[float, list[
     index = DiskCatalog(
         DiskPlace(folder, lambda: identity), _RANKS, portal, asyncio.sleep, closes_in_s=_TIMEOUT_S
     )
-    files = [DiskFile(_file_id(rank), blocks) for rank in range(_RANKS)]
+    files = [SlotsFile(_file_id(rank), blocks) for rank in range(_RANKS)]
     try:
         began = time.perf_counter()
         index.ranks_reported(

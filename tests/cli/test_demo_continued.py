@@ -97,6 +97,20 @@ def test_blocks_written_before_a_kill_are_found_after_it(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_host_memory_in_files_has_everything_after_a_kill(
+    small: list[str], children: list[Process], shared_memory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = run_json([*small, *LONGER, "--host-path", str(shared_memory), "--restart"], capfd)
+    with_ = found["with_offloading"]
+    assert found["passed"]
+    assert found["adopted_blocks"] >= found["before"]["stored_blocks"] > 0
+    assert with_["reused_share"] == 1.0
+    assert found["without_offloading"]["computed_tokens"] - with_["computed_tokens"] == with_["host_tokens"]
+    check_gone(children, [], shared_memory)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "kind", [pytest.param("mooncake", marks=NEEDS_MOONCAKE), pytest.param("s3", marks=pytest.mark.full)]
 )
@@ -176,9 +190,12 @@ def test_a_second_ctrl_c_exits_at_once(
 @pytest.mark.parametrize(
     ("argv", "problem"),
     [
-        (["--restart"], "--restart needs --disk"),
+        (["--restart"], "--restart needs --disk or --host-path"),
         (["--disk", ".", "--restart", "--turns", "2"], "--restart needs at least 3 --turns"),
         (["--disk", ".", "--config", "disk_path=/x"], "disk_path is set twice"),
+        (["--host-path", "/nosuch"], "--host-path /nosuch: no folder in it: No such file or directory"),
+        (["--host-path", "/proc"], "--host-path /proc: no folder in it"),
+        (["--host-path", "/dev/shm", "--disk", "."], "not allowed with argument --host-path"),
         (["--disk", "/nosuch"], "--disk /nosuch: no folder in it: No such file or directory"),
         (["--disk", ".", "--restart", "--config", "store_polcy=lazy"], "did you mean store_policy?"),
         (["--remote", "s3", "--turns", "2"], "--remote needs at least 3 --turns"),

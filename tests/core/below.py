@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvoffload.core.host import HostState
 from kvoffload.core.tiers import DiskTier, RemoteTier
-from kvoffload.model.wire import DiskFile, Tier, TierStatus
+from kvoffload.model.wire import SlotsFile, Tier, TierStatus
 
 
 def disk_of(state: HostState) -> DiskTier:
@@ -18,7 +18,7 @@ def remote_of(state: HostState) -> RemoteTier:
     return state.asked
 
 
-def statuses(file: DiskFile | None = None, *, remote_works: bool | None = None) -> tuple[TierStatus, ...]:
+def statuses(file: SlotsFile | None = None, *, remote_works: bool | None = None) -> tuple[TierStatus, ...]:
     """Return what a rank reports about the tiers that it has."""
     disk = () if file is None else (TierStatus(Tier.DISK, True, file),)
     return disk if remote_works is None else (*disk, TierStatus(Tier.REMOTE, remote_works))

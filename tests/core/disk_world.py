@@ -78,8 +78,9 @@ class DiskWorld(LowerWorld):
             yield facts.TierRestored(Tier.DISK, slots, tuple(puts[start : start + size]))
         yield facts.TierRestored(Tier.DISK, slots, free=tuple(free), is_last=True)
 
-    def die(self, *, loses_tail: bool) -> None:
+    def die(self, *, loses_tail: bool = False) -> None:
         """Kill the engine while it writes. With `loses_tail`, a power failure also loses unsynced entries."""
+        super().die()
         for copy in self.copies.values():
             if copy.job.tier is Tier.DISK and copy.job.direction is Direction.STORE:
                 for place in copy.job.targets:

@@ -29,6 +29,7 @@ from kvoffload.model.causes import (
 )
 from kvoffload.model.engine import EngineShape, Promises
 from kvoffload.model.events import (
+    BlocksAdopted,
     BlocksEvicted,
     BlocksOffered,
     Event,
@@ -44,6 +45,7 @@ from kvoffload.model.wire import (
     DeviceJob,
     Direction,
     JobReport,
+    Put,
     Tier,
     TierStatus,
     TransferPlan,
@@ -134,6 +136,8 @@ def _blocks_gained(event: Event) -> int:
     """Return how many more blocks can hit on the host."""
     if isinstance(event, BlocksEvicted):
         return -event.blocks
+    if isinstance(event, BlocksAdopted):
+        return event.blocks
     if isinstance(event, StoreEnded):
         return event.blocks if event.outcome is StoreOutcome.STORED else 0
     if isinstance(event, TierCopyEnded) and event.direction is Direction.LOAD:
@@ -275,8 +279,17 @@ class Copy:
         return self.job.targets if self.job.tier is Tier.HOST else ()
 
 
+def slots_written(job: AnyJob) -> tuple[SlotId, ...]:
+    """Return the host slots that a job writes: those of stores and fetches."""
+    return job.slots if (job.tier is Tier.HOST) == (job.direction is Direction.STORE) else ()
+
+
 class World:
-    """An engine with several ranks, and the core that handles the engine's facts."""
+    """An engine with several ranks, and the core that handles the engine's facts.
+
+    With `keeps`, host memory outlives the engine: the world has the table that the next engine would find, and checks
+    after each fact that everything in it may be found. With `kept`, this is the next engine.
+    """
 
     def __init__(
         self,
@@ -290,20 +303,30 @@ class World:
         step_tokens: int = 8,
         promises: Promises | None = None,
         is_growing: bool = False,
+        keeps: bool = False,
+        kept: World | None = None,
     ) -> None:
         self.groups = groups or (full(),)
         self.ranks = [Rank(rank) for rank in range(ranks)]
         shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
         self.shape = shape
         self.device = DevicePool(device, ranks)
-        self.core = self._make_core(Policy(policy, least))
-        self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks]
+        self.core = self._make_core(Policy(policy, least, keeps_host=keeps))
+        self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks] if kept is None else kept.host
+        self.table: dict[SlotId, BlockKey] = {} if kept is None else kept.table
+        self.struck: set[SlotId] = set() if kept is None else kept.struck
+        """Slots that a copy may write, as far as the table says."""
+        self.withheld = set(self.struck)
+        """Slots that the core does not get before the processes of the engine before are gone."""
+        self.late_writes: set[SlotId] = set() if kept is None else kept.late_writes
+        """Slots that a copy of a killed engine may still write."""
+        self.is_table_closed = False
         # The slots that were corrupted silently, by rank.
-        self.rotten: set[tuple[int, SlotId]] = set()
-        self.resets = 0
+        self.rotten: set[tuple[int, SlotId]] = set() if kept is None else kept.rotten
+        self.resets: int = 0 if kept is None else kept.resets
         # How many resets preceded the computation of each block's contents.
         self.device_age: dict[DeviceBlockId, int] = {}
-        self.host_age: dict[SlotId, int] = {}
+        self.host_age: dict[SlotId, int] = {} if kept is None else kept.host_age
         self.requests: dict[str, Req] = {}
         self.copies: dict[JobId, Copy] = {}
         self.last_reports: dict[Rank, TransferReport] = {}
@@ -342,6 +365,7 @@ class World:
             if isinstance(answer, LookupAnswered):
                 assert (answer.cause is None) == (answer.opted_out or not answer.miss_blocks), answer
                 assert 0 <= sum(count for _, count in answer.fetched) <= answer.hit_tokens, answer
+        self.write_table()
         self.log += new
         self.blocks_on_host += sum(map(_blocks_gained, new))
         results = self.core.take_results()
@@ -362,6 +386,79 @@ class World:
             for rank, held in enumerate(self.host):
                 is_right = held.get(slot) == key or (rank, slot) in self.rotten
                 assert is_right, f"slot {slot} can hit, but holds {held.get(slot)!r}"
+        self._check_table()
+
+    # -- the table of a host that outlives the engine -----------------------------------------------------------
+
+    @property
+    def keeps(self) -> bool:
+        return self.core.state.policy.keeps_host
+
+    def write_table(self) -> None:
+        """Write what has changed to the table, as the runtime does before a plan leaves a hook."""
+        if not self.keeps:
+            return
+        for slot, key, is_unwritten in self.core.state.pool.take_for_catalog():
+            self.table.pop(slot, None)
+            self.struck.discard(slot)
+            if self.is_table_closed:
+                continue
+            if key is not None:
+                self.table[slot] = key
+            elif not is_unwritten:
+                self.struck.add(slot)
+
+    def close_table(self) -> None:
+        self.is_table_closed = True
+        self.table.clear()
+
+    def _check_table(self) -> None:
+        """Check what the next engine would find if this one were killed now."""
+        written = {slot for copy in self.copies.values() for slot in slots_written(copy.job)}
+        assert not written & self.table.keys(), "the table names a slot that a copy writes"
+        if self.keeps and not self.is_table_closed:
+            assert written <= self.struck, "the table does not say that a copy writes the slot"
+        pool = self.core.state.pool
+        for slot, key in self.table.items():
+            is_known = slot >= pool.capacity or pool.indexed_key(slot) == key
+            assert is_known, f"the table names slot {slot}, where lookups do not find this block"
+            assert self.host_age[slot] == self.resets, (
+                f"the table names slot {slot}, which is from before the reset"
+            )
+            for rank, held in enumerate(self.host):
+                assert held.get(slot) == key or (rank, slot) in self.rotten, f"the table names {slot} wrongly"
+
+    def die(self, *, loses_tail: bool = False) -> None:
+        """Kill the engine. Its open copies may write for a moment longer."""
+        for copy in self.copies.values():
+            for slot in slots_written(copy.job):
+                self.late_writes.add(slot)
+                for rank in copy.running:
+                    self.host[rank][slot] = GARBAGE
+
+    def adopt(self) -> None:
+        """Give the core the slots of the engine before, with what its table names."""
+        self.late_writes = {slot for slot in self.late_writes if slot < self.ready}
+        slots = range(self.ready)
+        puts = tuple([Put(slot, key, ()) for slot, key in sorted(self.table.items()) if slot in slots])
+        self.table = {put.slot: put.key for put in puts}
+        free = tuple([SlotId(slot) for slot in slots if slot not in self.table and slot not in self.withheld])
+        self.tell(facts.TierRestored(Tier.HOST, self.ready, puts, free))
+        self.tell(facts.HostGrown(self.ready, is_last=True))
+
+    def late_write(self) -> None:
+        """Let copies of the killed engine write once more."""
+        for slot in self.late_writes:
+            for held in self.host:
+                held[slot] = GARBAGE
+
+    def forget_old_processes(self) -> None:
+        """Give the core the slots that the killed engine may have written: its processes are gone."""
+        self.late_writes.clear()
+        free = tuple(sorted(slot for slot in self.withheld if slot < self.ready))
+        self.withheld.clear()
+        self.struck.difference_update(free)
+        self.tell(facts.TierRestored(Tier.HOST, self.ready, free=free))
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -509,6 +606,7 @@ class World:
 
     def submit(self) -> TransferPlan:
         plan = self.core.plan()
+        self.write_table()
         for job in plan.jobs:
             assert job.slots
             assert len(job.targets) == len(job.slots)
@@ -574,6 +672,10 @@ class World:
         self.ready, self.is_growing = slots, is_growing
         for rank in self.ranks:
             self._tell_report(rank)
+        if self.keeps and (self.table or self.withheld):
+            self.adopt()
+        elif self.keeps:
+            self.tell(facts.HostGrown(slots, is_last=not is_growing))
 
     def open_jobs(self, direction: Direction | None = None) -> list[JobId]:
         return [job for job, copy in self.copies.items() if direction in (None, copy.job.direction)]
@@ -648,9 +750,11 @@ class World:
 
     def reset(self) -> None:
         self.resets += 1
+        self.close_table()
         self.tell(facts.CacheReset())
 
     def degrade(self) -> None:
+        self.close_table()
         self.tell(facts.InvariantBroken(DegradeCause.INVARIANT_BROKEN, "a test"))
 
     def drain(self) -> None:

@@ -12,5 +12,5 @@ def forking() -> ForkServerContext:
     There is one fork server per process, and its imports must be set before its first use.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.reference.test_disk_kills"])
+    context.set_forkserver_preload(["tests.reference.test_kills"])
     return context

@@ -41,7 +41,7 @@ class Recorder:
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    async def allocate(self, size: int) -> HostChunk:
+    async def allocate(self, size: int, first: int = 0) -> HostChunk:
         self.sizes.append(size)
         return HostChunk(4096, size, lambda: None)
 

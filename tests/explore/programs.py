@@ -101,6 +101,10 @@ def _of_lower_tiers(scene: Scene) -> Iterator[Action]:
         yield ("restart", "whole")
         if scene.disk_world is not None and scene.disk_world.synced != scene.disk_world.index:
             yield ("restart", "cut")
+    if scene.world.late_writes:
+        yield ("late write",)
+    if scene.world.withheld:
+        yield ("old processes",)
 
 
 def _of_disk(scene: Scene, world: DiskWorld) -> Iterator[Action]:
@@ -305,6 +309,8 @@ _ACTS: dict[str, Callable[..., object]] = {
     "spoil": lambda scene, rank, place: _disk(scene).spoil_place(rank, SlotId(place)),
     "close": lambda scene: scene.world.tell(facts.TierLost(Tier.DISK)),
     "restart": lambda scene, how: scene.restart(loses_tail=how == "cut"),
+    "late write": lambda scene: scene.world.late_write(),
+    "old processes": lambda scene: scene.world.forget_old_processes(),
     "answer": _answer,
     "reach": _reach,
     "lose": _lose,
@@ -313,5 +319,18 @@ _ACTS: dict[str, Callable[..., object]] = {
     "empty": lambda scene: _remote(scene).store.clear(),
     "rename": _rename,
 }
-_FREE = ("add", "lookup", "allocate", "step", "end", "report", "open", "works", "answer", "reach")
+_FREE = (
+    "add",
+    "lookup",
+    "allocate",
+    "step",
+    "end",
+    "report",
+    "open",
+    "works",
+    "answer",
+    "reach",
+    "late write",
+    "old processes",
+)
 """All other actions are faults, of which a world has a limited number."""

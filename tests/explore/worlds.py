@@ -38,6 +38,7 @@ class SmallWorld:
     in_store: tuple[str, ...] = ()  # texts that another engine has written to the remote tier
     # How often lookups must find a block before it is written to the disk or the remote tier.
     after_hits: int = 1
+    keeps: bool = False  # whether host memory outlives the engine
 
     @property
     def often(self) -> Counter[str]:
@@ -56,9 +57,11 @@ class SmallWorld:
         if isinstance(before, DiskWorld):
             before.die(loses_tail=loses_tail)
             disk = before
+        elif self.keeps:
+            before.die()
         if isinstance(before, RemoteWorld):
             store = before.store
-        world = self._after(disk, store, resets=before.resets, is_known=False)
+        world = self._after(disk, store, resets=before.resets, is_known=False, kept=before)
         world.resets = before.resets
         return world
 
@@ -81,9 +84,17 @@ class SmallWorld:
         return world.store
 
     def _after(
-        self, disk: DiskWorld | None, store: Store | None, *, resets: int = 0, is_known: bool = True
+        self,
+        disk: DiskWorld | None,
+        store: Store | None,
+        *,
+        resets: int = 0,
+        is_known: bool = True,
+        kept: World | None = None,
     ) -> World:
         settings = self._settings
+        if self.keeps:
+            settings |= {"keeps": True, "kept": kept}
         if self.disk:
             opens = is_known and "open" not in self.often
             settings |= {"disk": self.disk, "min_hits": self.after_hits, "before": disk, "opens": opens}
@@ -219,6 +230,22 @@ WORLDS: Mapping[str, SmallWorld] = {
     ),
     "spills to both": SmallWorld(
         texts=_ONE, faults="fail lose reset hang", host=3, disk=2, hints=2, after_hits=0
+    ),
+    # Host memory that outlives the engine, which is killed. Its copies may write for a moment longer.
+    "stores that are found again": SmallWorld(
+        texts=_ONE, faults="restart fail late reset preempt", keeps=True
+    ),
+    "stores on two ranks, found again": SmallWorld(
+        texts=_ONE, faults="restart restart fail", ranks=2, keeps=True
+    ),
+    "churn of what is found again": SmallWorld(
+        texts={"a": LONG, "b": OTHER}, faults="restart", device=8, keeps=True
+    ),
+    "a load of what is found again": SmallWorld(
+        texts=_ONE, served=(LONG,), faults="restart corrupt reset fail", keeps=True
+    ),
+    "fetches that are found again": SmallWorld(
+        texts=_ONE, on_disk=(LONG,), faults="restart fail late hang", host=8, disk=3, keeps=True
     ),
     # In these worlds, the engine or the operator breaks the contract.
     "switched off": SmallWorld(served=(LONG,), faults="degrade fail", ranks=2),

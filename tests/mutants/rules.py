@@ -31,11 +31,13 @@ from kvoffload.model.facts import StepScheduled, TierAnswered
 from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank, RequestId, SlotId
 from kvoffload.model.wire import JobReport, TransferPlan
 from kvoffload.remote.values import Shard
+from kvoffload.runtime import host_catalog
 from kvoffload.runtime.copies import OpenCopies
 from kvoffload.runtime.faults import Faults
+from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.runtime.remote_catalog import RemoteCatalog
 from kvoffload.runtime.worker_side import WorkerSide
-from kvoffload.transfer import disk, remote
+from kvoffload.transfer import disk, host_file, remote
 from kvoffload.transfer.blocking_calls import Breaker
 from kvoffload.transfer.cuda.copier import CudaCopier
 from kvoffload.transfer.lanes import Lane
@@ -301,6 +303,68 @@ def r18_hints_outlive_their_generation() -> list[Patch]:
 
 def r18_generation_stays_at_a_reset() -> list[Patch]:
     return [(RemoteCatalog, "reset", _nothing)]
+
+
+def r19_slot_is_not_struck() -> list[Patch]:
+    real = SlotPool.reserve
+
+    def reserve(self: SlotPool, keys: Sequence[BlockKey]) -> tuple[list[SlotId], Sequence[BlockKey]]:
+        noted, self.for_catalog = self.for_catalog, None
+        try:
+            return real(self, keys)
+        finally:
+            self.for_catalog = noted
+
+    return [(SlotPool, "reserve", reserve)]
+
+
+def r19_published_before_the_last_rank() -> list[Patch]:
+    def take(self: SlotPool) -> list[tuple[SlotId, BlockKey | None, bool]]:
+        slots = dict.fromkeys(self.for_catalog or ())
+        if self.for_catalog is not None:
+            self.for_catalog.clear()
+        return [(slot, self.key(slot), True) for slot in slots]
+
+    return [(SlotPool, "take_for_catalog", take)]
+
+
+def r19_corrupt_slot_stays_in_the_table() -> list[Patch]:
+    real = SlotPool.quarantine
+
+    def quarantine(self: SlotPool, slot: SlotId) -> bool:
+        noted, self.for_catalog = self.for_catalog, None
+        try:
+            return real(self, slot)
+        finally:
+            self.for_catalog = noted
+
+    return [(SlotPool, "quarantine", quarantine)]
+
+
+def r19_reset_leaves_the_table() -> list[Patch]:
+    return [(HostCatalog, "reset", lambda self: True)]
+
+
+def r19_table_of_other_weights_counts() -> list[Patch]:
+    real = HostCatalog._decide
+
+    def decide(self: HostCatalog, fingerprint: str | None) -> None:
+        left = self._left
+        real(self, fingerprint if left is None else left.header.fingerprint)
+
+    return [(HostCatalog, "_decide", decide)]
+
+
+def r19_struck_slots_are_given_out_at_once() -> list[Patch]:
+    return [(host_catalog, "may_run", lambda process: False)]
+
+
+def r19_files_keep_their_ids() -> list[Patch]:
+    return [(host_file, "_new_id", lambda: bytes([1]) * 16)]
+
+
+def r19_table_before_doubt_counts() -> list[Patch]:
+    return [(HostCatalog, "distrust", _nothing)]
 
 
 RULES: dict[str, Callable[[], list[Patch]]] = {

@@ -14,7 +14,7 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, Rank, RequestId
-from kvoffload.model.wire import DiskFile, JobReport, Tier, TransferPlan, TransferReport
+from kvoffload.model.wire import JobReport, SlotsFile, Tier, TransferPlan, TransferReport
 from kvoffload.remote.address import RemotePlace
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -91,7 +91,7 @@ class Side:
             clocks=Clocks(self.clock.monotonic, self.clock.monotonic, self.clock.sleep),
             places={tier: place for tier, place in places.items() if place is not None},
         )
-        file = None if disk is None or not opens_files else DiskFile(b"a file's own id.", 100)
+        file = None if disk is None or not opens_files else SlotsFile(b"a file's own id.", 100)
         self._statuses = statuses(file, remote_works=True if remote is not None else None)
         self.steps = 0
         self._blocks = 0

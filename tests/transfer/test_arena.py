@@ -187,7 +187,7 @@ class TouchlessAllocator:
     def __init__(self, clock: FakeClock) -> None:
         self._clock, self._end = clock, 2**40
 
-    async def allocate(self, size: int) -> HostChunk:
+    async def allocate(self, size: int, first: int = 0) -> HostChunk:
         self._clock.jump(size / 10e9)
         self._end += size
         return HostChunk(self._end - size, size, lambda: None)

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if begins:
             return signals.run_async(session.play_until_killed(asked))
-        with _lower_tier(args) as settings:
+        with _lasting(args) as settings:
             asked = replace(asked, offload={**asked.offload, **settings})
             return signals.run_async(session.run_demo(asked, screen, args))
     except (ConfigError, PluginError, RequestRefused) as error:
@@ -85,21 +85,25 @@ def local_store(kind: str, node_bytes: int = 2**28) -> Iterator[LocalMooncake | 
 
 
 @contextmanager
-def _lower_tier(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
-    """Prepare the lower tier that the options name, and yield the setting with its folder or URL.
+def _lasting(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
+    """Prepare what outlives an engine, as the options say, and yield the setting with its folder or URL.
 
-    Without a lower tier, yield no setting.
+    If nothing does, yield no setting.
 
     Raises:
         CommandError: the folder cannot be created, or the remote tier cannot be reached.
     """
     with ExitStack() as opened:
-        if args.disk is not None:
+        if args.disk is not None or args.host_path is not None:
+            name, parent = (
+                ("disk_path", args.disk) if args.disk is not None else ("host_path", args.host_path)
+            )
             try:
-                folder = opened.enter_context(_scratch("kvoffload-demo-", args.disk))
+                folder = opened.enter_context(_scratch("kvoffload-demo-", parent))
             except OSError as error:
-                raise CommandError(f"--disk {args.disk}: no folder in it: {error.strerror}") from error
-            yield {"disk_path": str(folder)}
+                option = name.removesuffix("_path") if args.disk is not None else "host-path"
+                raise CommandError(f"--{option} {parent}: no folder in it: {error.strerror}") from error
+            yield {name: str(folder)}
         elif args.remote is not None:
             opened.enter_context(_environment(_QUIET))
             try:

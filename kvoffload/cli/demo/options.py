@@ -88,10 +88,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host-bytes", metavar="BYTES", help=f"host memory for offloading (default: {_HOST_BYTES})")
     lower = parser.add_mutually_exclusive_group()
     lower.add_argument("--disk", metavar="DIR", help="keep blocks in a folder of DIR too")
+    lower.add_argument("--host-path", metavar="DIR", help="host memory in files of DIR, such as /dev/shm")
     lower.add_argument(
         "--remote", metavar="URL", type=_store, help="share a remote tier (mooncake, s3: a local one)"
     )
-    add("--restart", action="store_true", help="with --disk: kill the engine and start again")
+    add("--restart", action="store_true", help="with --disk or --host-path: kill the engine, go on")
     add("--config", metavar="KEY=VALUE", action="append", default=[], help="any other setting (repeatable)")
     add("--json", action="store_true", help="print one JSON object, not the table")
     add("--serve-metrics", metavar="PORT", type=_address, help="serve Prometheus metrics at [HOST:]PORT")
@@ -108,13 +109,13 @@ def demo_options(args: argparse.Namespace) -> DemoOptions:
     """
     if args.serve_for and args.serve_metrics is None:
         raise CommandError("--serve-for needs --serve-metrics")
-    if args.restart and args.disk is None:
-        raise CommandError("--restart needs --disk: without a disk nothing is left after a restart")
+    if args.restart and args.disk is None and args.host_path is None:
+        raise CommandError("--restart needs --disk or --host-path: otherwise nothing is left after a restart")
     is_continued = args.restart or args.remote is not None
     if is_continued and args.turns <= _LEAST_BEFORE:
         raise CommandError(
             f"{'--restart' if args.restart else '--remote'} needs at least {_LEAST_BEFORE + 1} --turns: two before the "
-            "engine is killed, as only what is found again is written, and one after"
+            "engine is killed, as only what is found again is written to a tier, and one after"
         )
     names = {one.name for one in fields(DemoOptions)}
     given = {name: value for name, value in vars(args).items() if name in names and value is not None}
@@ -132,7 +133,12 @@ def _settings(args: argparse.Namespace) -> dict[str, object]:
         KVOffloadError: a setting is given twice, or has an invalid value.
     """
     given = read_settings(
-        args.config, "--config", host_bytes=args.host_bytes, disk_path=args.disk, remote_url=args.remote
+        args.config,
+        "--config",
+        host_bytes=args.host_bytes,
+        host_path=args.host_path,
+        disk_path=args.disk,
+        remote_url=args.remote,
     )
     disk = {"disk_bytes": _DISK_BYTES} if args.disk is not None else {}
     if args.remote in LOCAL_STORES:

@@ -41,7 +41,8 @@ def play_numbers(player: Player, options: DemoOptions, block_tokens: int) -> Num
         "computed_tokens": sum(each.computed_tokens for each in stats),
         "device_tokens": sum(each.device_hit_tokens for each in stats),
         "host_tokens": sum(each.external_tokens for each in stats),
-        "reused_share": reused / reusable if reusable else None,
+        # After a kill in the middle of a round, host memory may also have what that round computed.
+        "reused_share": min(reused / reusable, 1.0) if reusable else None,
         "first_ttft_s": quantiles([turn.ttft_s for turn in turns if turn.turn.turn == first_round]),
         "later_ttft_s": quantiles([turn.ttft_s for turn in turns if turn.turn.turn > first_round]),
         "elapsed_s": player.elapsed_s,
@@ -118,8 +119,8 @@ def render(result: Numbers) -> str:
 def _verdict(result: Numbers) -> str:
     what, name = "of returning turns", "later_ttft_s"
     if result["before"] is not None:
-        on_disk = "disk_path" in result["options"]["offload"]
-        what = "after a SIGKILL" if on_disk else "on another engine"
+        is_restart = "remote_url" not in result["options"]["offload"]
+        what = "after a SIGKILL" if is_restart else "on another engine"
         name = "first_ttft_s"
     outcome = "Outputs DIFFER." if result["agreement"]["mismatches"] else "Outputs are identical."
     if result["audit"]:
@@ -188,6 +189,8 @@ def _checks(result: Numbers) -> Iterator[str]:
     if (before := result["before"]) is not None:
         below = "".join(f"; {name}: {_moved(tier)}" for name, tier in before["tiers"].items())
         yield _text("before the kill", f"{before['stored_blocks']:,} blocks stored on the host{below}")
+        if adopted := result["adopted_blocks"]:
+            yield _text("after the kill", f"{adopted:,} blocks found in host memory")
     agreement, audit = result["agreement"], result["audit"]
     if mismatches := agreement["mismatches"]:
         yield f"outputs   DIFFER in {len(mismatches)} of {agreement['tokens']:,} tokens"

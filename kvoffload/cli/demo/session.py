@@ -26,7 +26,8 @@ from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Answers, Player, Turn, TurnId, make_conversations, warm_up
 from kvoffload.cli.demo.results import Numbers
 from kvoffload.cli.exits import CommandError, Exit
-from kvoffload.model.wire import LOWER_TIERS
+from kvoffload.model.wire import LOWER_TIERS, Tier
+from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
 
@@ -165,7 +166,10 @@ async def _become_ready(engine: Engine, offload: SchedulerSide, options: DemoOpt
         await warm_up(engine, options.first_tokens, os.getpid())
         states = {tier_state(offload, tier) for tier in LOWER_TIERS}
         is_open = states <= {TierState.OPEN, None}
-        if (offload.core.state.pool.capacity and is_open) or clock() > deadline:
+        is_ready = offload.state.pool.capacity and not (
+            offload.state.growing and Tier.HOST in offload.catalogs
+        )
+        if (is_ready and is_open) or clock() > deadline:
             break
         await asyncio.sleep(_POLL_S)
     if options.killed_in is not None and not is_open:
@@ -192,6 +196,7 @@ async def _play(options: DemoOptions, engines: Engines, answers: Answers, screen
     for number in rounds:
         await plain.play_round(number)
         await offloaded.play_round(number)
+    host = engines.offload.catalogs.get(Tier.HOST)
     agreement, problems = results.compare(plain.turns, offloaded.turns), audit(engines)
     return {
         "passed": not agreement["mismatches"] and not problems,
@@ -199,6 +204,7 @@ async def _play(options: DemoOptions, engines: Engines, answers: Answers, screen
         "device_blocks": engines.plain.pool.usable_blocks,
         "kv_blocks": kv_blocks(options, config),
         "host_slots": engines.offload.core.state.pool.capacity,
+        "adopted_blocks": host.adopted if isinstance(host, HostCatalog) else 0,
         "without_offloading": results.play_numbers(plain, options, config.block_tokens),
         "with_offloading": results.play_numbers(offloaded, options, config.block_tokens),
         "offloading": results.offload_numbers(counters.snapshot().minus(counted)),

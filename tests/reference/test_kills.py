@@ -1,8 +1,8 @@
 """Ends engines by SIGKILL or SIGTERM at random moments.
 
-The next engine must find each block on the disk, and its answers must be right. With `counting`, a model that
+The next engine must find each block on the disk, or in host memory in files, and its answers must be right. With `counting`, a model that
 only counts replaces the transformer, so that almost all time is spent in the scheduler's and workers' sides.
-`make disk-kills` runs 200 kills with the counting model and 20 with the real model.
+`make kills` runs 200 kills of each with the counting model and 20 with the real model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from typing import Any
 
 import pytest
 
+from kvoffload.core.slots import SlotPool
 from kvoffload.disk.index import IndexLog
 from kvoffload.engine import Engine, SamplingParams
 from kvoffload.engine.runner import Runner
-from kvoffload.model.causes import TierOutcome
-from kvoffload.model.events import TierCopyEnded
-from kvoffload.model.wire import Direction, DiskRecord, Invalidate, Put
+from kvoffload.model.causes import LoadOutcome, TierOutcome
+from kvoffload.model.events import LoadEnded, TierCopyEnded
+from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.model.wire import Direction, DiskRecord, Invalidate, Put, Tier
+from kvoffload.node.table import HostTable
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.core.audit import audit_side
 from tests.core.below import disk_of
@@ -46,14 +49,18 @@ pytestmark = pytest.mark.slow
 
 
 class Served:
-    """An engine with the plugin, on real threads and a real disk."""
+    """An engine with the plugin, on real threads, and a real disk or host memory in files.
 
-    def __init__(self, folder: Path, *, counting: bool) -> None:
+    Attributes:
+        pool: the slots of the tier under test.
+        fetched: how many blocks came from the tier.
+    """
+
+    def __init__(self, folder: Path, tier: Tier, *, counting: bool) -> None:
         self.plugin = ReferencePlugin()
-        extra: dict[str, object] = {
-            "disk_path": folder,
-            "disk_bytes": 2 * (4096 + 60 * (slot_bytes("full", 2) + 4096)),
-        }
+        disk_bytes = 2 * (4096 + 60 * (slot_bytes("full", 2) + 4096))
+        on_disk: dict[str, object] = {"disk_path": folder, "disk_bytes": disk_bytes}
+        extra = on_disk if tier is Tier.DISK else {"host_path": folder}
         config = config_of("full", ranks=2, host_blocks=40, extra=extra)
         if counting:
             config = replace(config, model=replace(config.model, vocab_size=VOCABULARY))
@@ -62,14 +69,24 @@ class Served:
         )
         assert self.plugin.offload is not None
         self.fetched = 0
-        self.plugin.offload.bus.count(TierCopyEnded, self._copied)
-        disk = disk_of(self.plugin.offload.state)
-        self.disk = disk
-        while not disk.is_open:
+        state = self.plugin.offload.state
+        self.pool: SlotPool
+        if tier is Tier.DISK:
+            disk = disk_of(state)
+            self.pool = disk.pool
+            self.plugin.offload.bus.count(TierCopyEnded, self._copied)
+        else:
+            self.pool = state.pool
+            self.plugin.offload.bus.count(LoadEnded, self._loaded)
+        while state.growing or (tier is Tier.DISK and not disk.is_open):
             self.engine.step()
 
     def _copied(self, event: TierCopyEnded) -> None:
         if (event.direction, event.outcome) == (Direction.LOAD, TierOutcome.DONE):
+            self.fetched += event.blocks
+
+    def _loaded(self, event: LoadEnded) -> None:
+        if event.outcome is LoadOutcome.LOADED:
             self.fetched += event.blocks
 
     def run(self, prompt: Sequence[int]) -> None:
@@ -87,17 +104,34 @@ class Served:
         assert [token.token_id for token in tokens] == expected(facts, tensors, prompt, NEW_TOKENS, 0)
 
 
-def serve(folder: Path, seed: int, to_test: Connection, records: Connection, counting: bool) -> None:
+def serve(
+    folder: Path, tier: Tier, seed: int, to_test: Connection, records: Connection, counting: bool
+) -> None:
     """Serve until killed or stopped. Send the index, each record, and after each answer the blocks fetched so far."""
     stops = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stops.set())
-    say_records(records)
-    random, served = Random(seed), Served(folder, counting=counting)
-    to_test.send({int(slot): bytes(key) for key, slot in served.disk.pool.index.items()})
+    _SAY[tier](records)
+    random, served = Random(seed), Served(folder, tier, counting=counting)
+    to_test.send({int(slot): bytes(key) for key, slot in served.pool.index.items()})
     while not stops.is_set():
         served.run(random.choice(PROMPTS))
         to_test.send(served.fetched)
     served.engine.close()
+
+
+def say_changes(to_test: Connection) -> None:
+    """Send each slot of the host before it is struck, and after it is published."""
+    strike, publish = HostTable.strike, HostTable.publish
+
+    def say_strike(self: HostTable, slot: SlotId) -> None:
+        to_test.send((int(slot), None))
+        strike(self, slot)
+
+    def say_publish(self: HostTable, slot: SlotId, key: BlockKey, used_at: float) -> None:
+        publish(self, slot, key, used_at)
+        to_test.send((int(slot), bytes(key)))
+
+    HostTable.strike, HostTable.publish = say_strike, say_publish  # type: ignore[method-assign]
 
 
 def say_records(to_test: Connection) -> None:
@@ -116,16 +150,19 @@ def say_records(to_test: Connection) -> None:
     IndexLog.append = append  # type: ignore[method-assign]  # in a process of its own
 
 
+_SAY = {Tier.DISK: say_records, Tier.HOST: say_changes}
+
+
 class Lives:
     """Successive processes that use one folder.
 
     Attributes:
         held: for each slot, the key of its last put, unless the slot has been invalidated since then.
-        fetched: the number of blocks that came from the disk.
+        fetched: the number of blocks that came from the tier.
     """
 
-    def __init__(self, folder: Path, context: ForkServerContext, *, counting: bool) -> None:
-        self._folder, self._context, self._counting = folder, context, counting
+    def __init__(self, folder: Path, tier: Tier, context: ForkServerContext, *, counting: bool) -> None:
+        self._folder, self._tier, self._context, self._counting = folder, tier, context, counting
         self.held: dict[int, bytes] = {}
         self.fetched = self.restored = 0
 
@@ -134,7 +171,7 @@ class Lives:
         random = Random(f"life {seed}")
         from_engine, to_test = self._context.Pipe(duplex=False)
         from_index, records = self._context.Pipe(duplex=False)
-        arguments = (self._folder, seed, to_test, records, self._counting)
+        arguments = (self._folder, self._tier, seed, to_test, records, self._counting)
         process = self._context.Process(target=serve, args=arguments)
         process.start()
         to_test.close()
@@ -148,7 +185,7 @@ class Lives:
         assert not lost, f"{len(lost)} blocks were put, not invalidated, and are not found"
         self.restored += len(found)
         answers = [from_engine.recv() for _ in range(random.choice([0, 1, random.randrange(_MOST_ANSWERS)]))]
-        while not (found or noted):  # the first process must leave at least one block on the disk
+        while not (found or noted):  # the first process must leave at least one block
             answers.append(from_engine.recv())
         self._end(process, random.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
         _collect(from_engine, answers)
@@ -176,19 +213,21 @@ def _collect(source: Connection, into: list[Any]) -> None:
 
 
 @pytest.mark.timeout(60 + 20 * max(KILLS, ENGINE_KILLS))
+@pytest.mark.parametrize("tier", [Tier.DISK, Tier.HOST])
 @pytest.mark.parametrize(("counting", "kills"), [(True, KILLS), (False, ENGINE_KILLS)])
 def test_after_a_kill_or_stop_the_next_engine_finds_all_put_blocks_and_answers_correctly(
-    tmp_path: Path, counting: bool, kills: int
+    tmp_path: Path, shared_memory: Path, tier: Tier, counting: bool, kills: int
 ) -> None:
     context = forking()
-    lives = Lives(tmp_path, context, counting=counting)
+    folder = tmp_path if tier is Tier.DISK else shared_memory
+    lives = Lives(folder, tier, context, counting=counting)
     for seed in range(SEED, SEED + kills):
         try:
             lives.live(seed)
         except AssertionError as error:
             raise AssertionError(f"KVOFFLOAD_SEED={seed}: {error}") from error
-    last = Served(tmp_path, counting=counting)
-    assert lives.held.keys() <= set(map(int, last.disk.pool.index.values()))
+    last = Served(folder, tier, counting=counting)
+    assert lives.held.keys() <= set(map(int, last.pool.index.values()))
     for prompt in PROMPTS:
         last.run(prompt)
     assert lives.restored

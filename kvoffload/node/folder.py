@@ -1,0 +1,345 @@
+"""Finds and locks an engine's folder below `host_path`, lists the folders of other engines, and removes them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from kvoffload.disk.identity import KVIdentity
+from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_folder, open_root
+from kvoffload.logs import get_logger
+from kvoffload.model.config import size_text
+from kvoffload.model.errors import ConfigError, DiskError
+from kvoffload.node.processes import Process, may_run, this_process
+
+_CLAIMS, _LOCK, _OWNER = "claims", "lock", "owner.json"
+_LONGEST_OWNER = 2**20
+_TRIES, _PAUSE_S = 200, 0.05  # how often, and after which pause, a process tries to lock `claims`
+_FILE_SYSTEM = "tmpfs"
+
+log = get_logger("host")
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """Who uses a folder.
+
+    Args:
+        engine: names one life of one engine.
+        processes: the engine's processes.
+        former: processes of earlier engines that had not ended, as far as the present engine could see.
+    """
+
+    engine: str
+    processes: tuple[Process, ...] = ()
+    former: tuple[Process, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A folder that this process has locked for its engine, until the folder is closed.
+
+    Args:
+        folder: the folder.
+        former: the processes of earlier engines that may still write to memory in this folder.
+    """
+
+    folder: OpenFolder
+    former: tuple[Process, ...]
+
+    @property
+    def size(self) -> int:
+        """Return how many bytes of memory the folder's files take."""
+        return _bytes_in(self.folder.path)
+
+    def close(self, *, may_still_write: bool = False) -> None:
+        """Unlock the folder.
+
+        Args:
+            may_still_write: whether copies of this process may still write to memory in this folder.
+        """
+        if not may_still_write:
+            with suppress(OSError, DiskError), open_folder(self.folder.path.parent) as kind, _choosing(kind):
+                owner = _read_owner(self.folder)
+                processes = [*owner.processes]
+                with suppress(ValueError):
+                    processes.remove(this_process())  # once, because each claim added it once
+                _write_owner(self.folder, msgspec.structs.replace(owner, processes=tuple(processes)))
+        self.folder.close()
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlace:
+    """Determines the folder of an engine's host memory.
+
+    Args:
+        root: the setting `host_path`.
+        kind: names engines of one kind. Each process of an engine must compute the same text before it knows the KV's
+            identity, and so must later starts of the same engine.
+        engine: names this life of the engine; the same text in all of its processes.
+        identify: returns the identity of the engine's KV. It may wait for the engine's first step, and read all weights.
+    """
+
+    root: Path
+    kind: str
+    engine: str
+    identify: Callable[[], KVIdentity]
+
+    def claim(self) -> Claim:
+        """Lock the engine's folder. The first of its processes chooses: the fullest folder without an engine, or a new one.
+
+        Raises:
+            ConfigError: `host_path` is not on a tmpfs, or cannot be used.
+        """
+        check_file_system(self.root)
+        try:
+            with open_root(self.root) as root, root.make(self.kind) as kind, _choosing(kind):
+                return _joined(kind, self.engine) or _taken_over(kind, self.engine)
+        except (OSError, DiskError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError([f"host_path: {self.root / self.kind} cannot be used: {reason}"]) from error
+
+
+def check_file_system(root: Path) -> None:
+    """Check that host memory may lie in files below `root`, which need not exist yet.
+
+    Raises:
+        ConfigError: `root` is not on a tmpfs.
+    """
+    found = file_system_of(root)
+    if found is not None and found != _FILE_SYSTEM:
+        problem = (
+            f"host_path: {root} is on {found}; it must be on {_FILE_SYSTEM}, because host memory is in its files: name a "
+            "folder below /dev/shm, or mount one"
+        )
+        raise ConfigError([problem])
+
+
+def file_system_of(path: Path) -> str | None:
+    """Return the kind of file system that has `path`, or the nearest folder above that exists; None if it is not known."""
+    for each in (path.absolute(), *path.absolute().parents):
+        with suppress(OSError):
+            number = each.stat().st_dev
+            break
+    else:
+        return None
+    device = f"{os.major(number)}:{os.minor(number)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            mount, _, rest = line.partition(" - ")
+            if mount.split()[2] == device:
+                return rest.split()[0]
+    return None
+
+
+def free_bytes(root: Path) -> int:
+    """Return how many bytes the file system of `root` has left."""
+    found = os.statvfs(root)
+    return found.f_bavail * found.f_frsize
+
+
+def check_free(root: Path, needed: int) -> None:
+    """Check that the tmpfs of `host_path` has room.
+
+    Raises:
+        ConfigError: `needed` bytes do not fit.
+    """
+    if needed > (left := free_bytes(root)):
+        problem = (
+            f"host_path: the tmpfs of {root} has {size_text(left)} left, and host_bytes needs {size_text(needed)} more: make it "
+            "larger (Docker: --shm-size; Kubernetes: the memory volume's sizeLimit; else: mount -o remount,size=...), or lower "
+            "host_bytes"
+        )
+        raise ConfigError([problem])
+
+
+# -- claims ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _choosing(kind: OpenFolder) -> Iterator[None]:
+    """Let one process at a time choose a folder of this kind.
+
+    Raises:
+        DiskError: another process has been choosing for ten seconds.
+    """
+    descriptor = kind.open(_CLAIMS, os.O_RDWR | os.O_CREAT)
+    try:
+        for _ in range(_TRIES):
+            with suppress(BlockingIOError):
+                lock(descriptor)
+                break
+            time.sleep(_PAUSE_S)
+        else:
+            raise DiskError(f"another process has locked {kind.path / _CLAIMS} for {_TRIES * _PAUSE_S:.0f} s")
+        yield
+    finally:
+        close_locked(descriptor)
+
+
+def _joined(kind: OpenFolder, engine: str) -> Claim | None:
+    """Join the other processes of this engine in their folder; None if this process is the engine's first."""
+    for name in _numbers(kind):
+        folder = kind.make(str(name))
+        owner = _read_owner(folder)
+        if owner.engine == engine:
+            _write_owner(folder, msgspec.structs.replace(owner, processes=(*owner.processes, this_process())))
+            folder.lock = _locked(folder, fcntl.LOCK_SH)
+            return Claim(folder, owner.former)
+        folder.close()
+    return None
+
+
+def _taken_over(kind: OpenFolder, engine: str) -> Claim:
+    """Take the fullest folder without an engine, or make a new one."""
+    numbers = _numbers(kind)
+    by_size = sorted(numbers, key=lambda number: -_bytes_in(kind.path / str(number)))
+    new = max(numbers, default=-1) + 1
+    for number in (*by_size, new):
+        folder = kind.make(str(number))
+        try:
+            folder.lock = _locked(folder, fcntl.LOCK_EX)
+        except BlockingIOError:
+            folder.close()
+            continue
+        before = _read_owner(folder)
+        former = (*before.processes, *[each for each in before.former if may_run(each)])
+        _write_owner(folder, Owner(engine, (this_process(),), former))
+        fcntl.flock(folder.lock, fcntl.LOCK_SH)
+        return Claim(folder, former)
+    raise DiskError(f"another process has locked {kind.path / str(new)}")
+
+
+def _locked(folder: OpenFolder, how: int) -> int:
+    descriptor = folder.open(_LOCK, os.O_RDWR | os.O_CREAT)
+    try:
+        lock(descriptor, how)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _numbers(kind: OpenFolder) -> list[int]:
+    return sorted(int(name) for name in os.listdir(kind.descriptor) if name.isascii() and name.isdigit())
+
+
+def _read_owner(folder: OpenFolder) -> Owner:
+    """Return who uses or used a folder. If its file cannot be read, an unknown process may still write there."""
+    try:
+        with os.fdopen(folder.open(_OWNER, os.O_RDONLY), "rb") as file:
+            return msgspec.json.decode(file.read(_LONGEST_OWNER), type=Owner)
+    except FileNotFoundError:
+        return Owner("")
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return Owner("", (Process(0, 0, "unknown"),))
+
+
+def _write_owner(folder: OpenFolder, owner: Owner) -> None:
+    new = f"{_OWNER}.new"
+    with os.fdopen(folder.make_file(new), "wb") as file:
+        file.write(msgspec.json.encode(owner))
+    folder.rename(new, _OWNER)
+
+
+# -- folders of other engines ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An engine's folder below `host_path`.
+
+    Args:
+        path: the folder.
+        size: bytes of memory that its files take.
+        used_at: when an engine last began to use it, in seconds since 1970.
+        owner: who uses or used it.
+        is_orphan: whether no engine uses it.
+    """
+
+    path: Path
+    size: int
+    used_at: float
+    owner: Owner
+    is_orphan: bool
+
+
+def list_kept(root: Path) -> list[Kept]:
+    """Return all engines' folders below `host_path`, the least recently begun first. Folders of other users are left out."""
+    found = list[Kept]()
+    with suppress(OSError):
+        for path in root.iterdir():
+            with suppress(OSError, DiskError), open_folder(path) as kind, _choosing(kind):
+                found += [_kept(kind, number) for number in _numbers(kind)]
+    return sorted(found, key=lambda kept: kept.used_at)
+
+
+def _kept(kind: OpenFolder, number: int) -> Kept:
+    with kind.make(str(number)) as folder:
+        used_at = 0.0  # for a folder without an owner yet
+        with suppress(FileNotFoundError):
+            used_at = os.stat(_OWNER, dir_fd=folder.descriptor).st_mtime
+        return Kept(folder.path, _bytes_in(folder.path), used_at, _read_owner(folder), _is_free(folder))
+
+
+def remove_kept(kept: Kept) -> bool:
+    """Remove an orphan; return False if an engine uses it by now, or if it cannot be removed."""
+    try:
+        with open_root(kept.path.parent) as kind, _choosing(kind), open_folder(kept.path) as folder:
+            folder.lock = _locked(folder, fcntl.LOCK_EX)
+            shutil.rmtree(kept.path)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    except (OSError, DiskError) as error:
+        log.warning("host_memory_not_removed", folder=str(kept.path), reason=str(error))
+        return False
+    log.info("host_memory_removed", folder=str(kept.path), bytes=kept.size)
+    return True
+
+
+def make_room(place: HostPlace, is_needed: Callable[[], bool]) -> None:
+    """Remove orphans while this engine's memory does not fit: those of other kinds first, then the least recently used.
+
+    Args:
+        place: this engine's place, which it has claimed.
+        is_needed: returns whether its memory does not fit.
+    """
+    orphans = [kept for kept in list_kept(place.root) if kept.is_orphan]
+    for kept in sorted(orphans, key=lambda kept: kept.path.parent.name == place.kind):
+        if not is_needed():
+            return
+        remove_kept(kept)
+
+
+def bound_orphans(root: Path, allowed: int) -> None:
+    """Remove orphans, the least recently used first, until the rest takes at most `allowed` bytes together."""
+    orphans = [kept for kept in list_kept(root) if kept.is_orphan]
+    taken = sum(kept.size for kept in orphans)
+    for kept in orphans:
+        if taken <= allowed:
+            return
+        taken -= kept.size * remove_kept(kept)
+
+
+def _is_free(folder: OpenFolder) -> bool:
+    try:
+        close_locked(_locked(folder, fcntl.LOCK_EX))
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _bytes_in(path: Path) -> int:
+    total = 0
+    with suppress(OSError):
+        for each in path.iterdir():
+            with suppress(OSError):
+                total += 512 * each.lstat().st_blocks
+    return total

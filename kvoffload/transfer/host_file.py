@@ -1,0 +1,265 @@
+"""One rank's host memory in a file, which the next process of the same rank finds.
+
+    | header, 4 KiB: magic, shape, id, checksum | chunk 0 | chunk 1 | ...      sums0: checksums of the slots, with `verify`
+
+The file has the arena's chunks, each at a fixed place, so that the bytes of a slot stay where they are if the next
+process has more or fewer slots. Only the last chunk can have fewer slots than the others; if their number changes, its
+bytes are moved.
+
+A process that opens the file gives it a new id and remembers the old one. The table of host slots has the ids of the
+files that it is about. So a table counts only for the process that opens the files next, and only if its scheduler's
+process takes the table over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import secrets
+import struct
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from kvoffload.disk.system import PAGE, round_up
+from kvoffload.logs import get_logger
+from kvoffload.model.errors import ConfigError, DiskError, HostMemoryError
+from kvoffload.node.table import ID_BYTES
+from kvoffload.transfer.layout import digest_of
+from kvoffload.transfer.runs import region_offsets
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from kvoffload.disk.open_folder import OpenFolder
+    from kvoffload.node.folder import Claim
+    from kvoffload.transfer.layout import DeviceLayout
+
+_MAGIC, _VERSION = b"KVOARENA", 1
+_HEADER = struct.Struct(f"<8sIIQQ16s{ID_BYTES}s")  # magic, version, rank, slots in a chunk, slots, shape, id
+_SUM = struct.Struct("<Q")
+_NO_ID = bytes(ID_BYTES)
+# MADV_POPULATE_READ and MADV_POPULATE_WRITE, which Python does not name. Of memory that is there, READ maps several pages
+# at a time, and lets them be written too: it took 0.4 of the time.
+_READ, _WRITE = 22, 23
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+log = get_logger("host")
+
+
+@dataclass(frozen=True, slots=True)
+class RankShape:
+    """What must be equal for one process to use the bytes of another.
+
+    Args:
+        rank: the rank.
+        layout: the layout of the rank's blocks.
+        chunk_slots: how many slots a chunk has.
+        verify: the setting `verify`, on which the checksums depend.
+    """
+
+    rank: int
+    layout: DeviceLayout
+    chunk_slots: int
+    verify: str = "off"
+
+    @property
+    def digest(self) -> bytes:
+        return xxh3_128_digest(digest_of(self.layout) + self.verify.encode())
+
+    @property
+    def pitch(self) -> int:
+        """Return the number of bytes from the start of a chunk to the start of the next one."""
+        return round_up(self.chunk_bytes(self.chunk_slots))
+
+    def chunk_bytes(self, slots: int) -> int:
+        return region_offsets(self.layout.page_bytes, slots)[-1]
+
+
+@dataclass(slots=True)
+class HostFile:
+    """An open file of one rank. Create it with `open_host_file`.
+
+    Attributes:
+        shape: the shape of the slots.
+        slots: how many slots the rank wants.
+        id: the file's id from now on.
+        previous: the id that the file had, under which an earlier process's table knows it; empty for a new file.
+        kept: how many slots, from the first on, have the bytes that the earlier process left.
+        sums: with `verify`, the checksum of each slot; None without.
+    """
+
+    shape: RankShape
+    slots: int
+    id: bytes
+    previous: bytes
+    kept: int
+    sums: NDArray[np.uint64] | None
+    _claim: Claim
+    _descriptor: int
+    _memory: mmap.mmap
+    _end: int  # up to where the earlier process's memory is there without a hole
+
+    def take(self, first: int, size: int) -> int:
+        """Make the memory of a chunk present; return its address.
+
+        Args:
+            first: the chunk's first slot.
+            size: the chunk's bytes.
+
+        Raises:
+            HostMemoryError: the file system is full.
+        """
+        start = self._start(first)
+        size = round_up(size)  # of whole pages, on which the next chunk begins
+        try:
+            if not (is_there := self.has(first, size)):
+                os.posix_fallocate(self._descriptor, start, size)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise HostMemoryError(f"the file of host memory cannot grow: {error.strerror}") from error
+            raise HostMemoryError(
+                f"the tmpfs of host_path has no room for {size} more bytes: make it larger, or lower host_bytes"
+            ) from error
+        _populate(self._memory, start, size, _READ if is_there else _WRITE)
+        return ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + start
+
+    def has(self, first: int, size: int) -> bool:
+        """Return whether the memory of a chunk is there, left by an earlier process."""
+        return self._start(first) + size <= self._end
+
+    def _start(self, first: int) -> int:
+        return PAGE + first // self.shape.chunk_slots * self.shape.pitch
+
+    def remove(self) -> None:
+        """Remove the file's name. The memory stays until nobody maps it."""
+        for name in (_name(self.shape.rank), _sums_name(self.shape.rank)):
+            self._claim.folder.unlink(name)
+
+    def close(self, *, may_still_write: bool) -> None:
+        """Close the file and unlock the folder. Mapped memory stays until its last user ends.
+
+        Args:
+            may_still_write: whether copies of this process may still write to the memory.
+        """
+        os.close(self._descriptor)
+        self._claim.close(may_still_write=may_still_write)
+
+
+def open_host_file(claim: Claim, shape: RankShape, slots: int) -> HostFile:
+    """Open a rank's file in its engine's folder, which `HostFile.close` unlocks. Create a missing file.
+
+    A file for other blocks is replaced, and a line in the log says so.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    folder, name = claim.folder, _name(shape.rank)
+    try:
+        descriptor = folder.open(name, os.O_RDWR | os.O_CREAT)
+        previous, had = _read_header(folder, name, descriptor, shape)
+        os.pwrite(descriptor, _header(shape, 0, _NO_ID), 0)  # from now on, no table counts for this file
+        if not previous:
+            os.ftruncate(descriptor, PAGE)
+        kept = min(had, slots)
+        if kept:
+            _move_last_chunk(descriptor, shape, had, slots)
+        size = PAGE + -(-slots // shape.chunk_slots) * shape.pitch
+        os.ftruncate(descriptor, size)
+        end = os.lseek(descriptor, 0, os.SEEK_HOLE)
+        memory = mmap.mmap(descriptor, size)
+        advise(memory)
+        sums = None if shape.verify == "off" else _open_sums(folder, shape.rank, slots)
+        new = _new_id()
+        os.pwrite(descriptor, _header(shape, slots, new), 0)
+    except (OSError, DiskError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError([f"host_path: {folder.path / name} cannot be used: {reason}"]) from error
+    return HostFile(shape, slots, new, previous, kept, sums, claim, descriptor, memory, end)
+
+
+def _new_id() -> bytes:
+    return secrets.token_bytes(ID_BYTES)
+
+
+def _name(rank: int) -> str:
+    return f"rank{rank}"
+
+
+def _sums_name(rank: int) -> str:
+    return f"sums{rank}"
+
+
+def _header(shape: RankShape, slots: int, file_id: bytes) -> bytes:
+    packed = _HEADER.pack(_MAGIC, _VERSION, shape.rank, shape.chunk_slots, slots, shape.digest, file_id)
+    return (packed + _SUM.pack(xxh3_64_intdigest(packed))).ljust(PAGE, b"\0")
+
+
+def _read_header(folder: OpenFolder, name: str, descriptor: int, shape: RankShape) -> tuple[bytes, int]:
+    """Return a file's id and number of slots; no id if the next process must not use the bytes. Log why."""
+    data = os.pread(descriptor, PAGE, 0)
+    if not data:
+        return b"", 0
+    if len(data) == PAGE:
+        *_, slots, _, file_id = _HEADER.unpack_from(data)
+        if data == _header(shape, slots, file_id):
+            return (file_id, slots) if file_id != _NO_ID else (b"", 0)
+    path = str(folder.path / name)
+    log.warning("host_memory_replaced", file=path, reason="it is of other blocks, another verify, or damaged")
+    return b"", 0
+
+
+def _move_last_chunk(descriptor: int, shape: RankShape, had: int, wanted: int) -> None:
+    """Move the bytes of the last chunk that both processes have, if its number of slots changes."""
+    chunk = (min(had, wanted) - 1) // shape.chunk_slots
+    before, after = [min(shape.chunk_slots, slots - chunk * shape.chunk_slots) for slots in (had, wanted)]
+    if before == after:
+        return
+    start, sizes = PAGE + chunk * shape.pitch, shape.layout.page_bytes
+    data = os.pread(descriptor, shape.chunk_bytes(before), start).ljust(shape.chunk_bytes(before), b"\0")
+    sources, targets = region_offsets(sizes, before), region_offsets(sizes, after)
+    moved = bytearray(targets[-1])
+    for size, (source, _), (target, _) in zip(sizes, pairwise(sources), pairwise(targets), strict=True):
+        length = min(before, after) * size
+        moved[target : target + length] = data[source : source + length]
+    os.pwrite(descriptor, moved, start)
+
+
+def _open_sums(folder: OpenFolder, rank: int, slots: int) -> NDArray[np.uint64]:
+    descriptor = folder.open(_sums_name(rank), os.O_RDWR | os.O_CREAT)
+    try:
+        size = max(8 * slots, os.fstat(descriptor).st_size)
+        os.posix_fallocate(descriptor, 0, size)
+        return np.frombuffer(mmap.mmap(descriptor, size), np.uint64, slots)
+    finally:
+        os.close(descriptor)
+
+
+def advise(memory: mmap.mmap) -> None:
+    """Ask for huge pages, and exclude the memory from forks and core dumps. A refusal does no harm.
+
+    With huge pages, scattered copies need fewer address translations. Without `MADV_DONTFORK`, each fork would copy the
+    pinned pages.
+
+    khugepaged scans this memory while it holds the lock of the process's memory map. `MADV_COLLAPSE` would avoid the
+    scans, but holds that lock while it waits for a kernel thread on every processor, which took up to 6 s while vLLM's
+    threads were spinning.
+    """
+    for name in ("MADV_HUGEPAGE", "MADV_DONTFORK", "MADV_DONTDUMP"):
+        with suppress(OSError, AttributeError):
+            memory.madvise(getattr(mmap, name))
+
+
+def _populate(memory: mmap.mmap, start: int, size: int, how: int) -> None:
+    """Map every page, so that no copy waits for a page fault. The pages' bytes stay."""
+    with suppress(OSError):  # from Linux 5.14 on
+        memory.madvise(how, start, size)
+        return
+    view = np.frombuffer(memory, np.uint8, size, start)[::PAGE]
+    view |= 0

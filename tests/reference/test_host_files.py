@@ -1,0 +1,350 @@
+"""Host memory in files: what the next engine finds, and what it must not use."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.core.machine import SlotState
+from kvoffload.model import facts
+from kvoffload.model.errors import ConfigError
+from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
+from kvoffload.model.ids import SlotId
+from kvoffload.runtime import host_catalog
+from tests.captured_logs import capture_logs
+from tests.reference.rig import BLOCK, KINDS, Rig, rig, text
+
+PROMPT = text(1, 10 * BLOCK)
+NONE: Mapping[str, object] = {}
+
+StartEngine = Callable[..., Rig]
+
+
+@pytest.fixture
+def start(shared_memory: Path) -> Iterator[StartEngine]:
+    """Yield a function that ends the previous engine and starts another one in the test's folder."""
+    with ExitStack() as running:
+
+        def begin(
+            kind: str = "full",
+            ranks: int = 1,
+            extra: Mapping[str, object] = NONE,
+            host_blocks: int = 200,
+            path: Path = shared_memory,
+            drains: bool = True,
+        ) -> Rig:
+            running.pop_all().close()
+            settings = {"host_path": path, **extra}
+            made = running.enter_context(rig(kind, ranks=ranks, host_blocks=host_blocks, extra=settings))
+            if drains:
+                made.drain()
+            return made
+
+        yield begin
+
+
+def loaded(made: Rig) -> int:
+    """Serve the prompt; return how many blocks the host had."""
+    made.run(PROMPT)
+    made.assert_clean()
+    return made.count("load_blocks", "loaded")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_the_next_engine_finds_the_blocks_of_the_one_before(
+    start: StartEngine, kind: str, ranks: int, verify: str
+) -> None:
+    extra = {"verify": verify}
+    made = start(kind, ranks, extra)
+    made.run(PROMPT)
+    made.forget_device()
+    before = loaded(made)
+    assert before > 0
+    for _ in range(2):
+        made = start(kind, ranks, extra)
+        assert loaded(made) == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("first", "second"), [(200, 64), (40, 200), (200, 190)])
+def test_the_next_engine_may_have_more_or_fewer_slots(
+    start: StartEngine, ranks: int, first: int, second: int
+) -> None:
+    start(ranks=ranks, host_blocks=first).run(PROMPT)
+    for host_blocks in (second, first):
+        made = start(ranks=ranks, host_blocks=host_blocks)
+        assert loaded(made) == len(PROMPT) // BLOCK - 1
+        assert made.offload.core.state.pool.capacity == host_blocks
+
+
+def killed(root: Path) -> Path:
+    """Return a copy of the folder as it is now: what an engine leaves that is killed now."""
+    return Path(shutil.copytree(root, root / "copy" / "of"))
+
+
+def indexed(made: Rig) -> dict[int, bytes]:
+    return {int(slot): bytes(key) for key, slot in made.offload.state.pool.index.items()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_r19_an_engine_killed_in_the_middle_of_stores_leaves_its_other_blocks(
+    start: StartEngine, shared_memory: Path, ranks: int
+) -> None:
+    made = start(ranks=ranks)
+    made.run(PROMPT)
+    before = indexed(made)
+    made.hold()
+    made.submit(text(2, 8 * BLOCK))
+    for _ in range(5):
+        made.step()
+    written = {slot for job in made.offload.state.jobs.open.values() for slot in job.slots}
+    assert written
+    left = killed(shared_memory)
+    made.release()
+    made.drain()
+    made = start(path=left, ranks=ranks)
+    assert indexed(made) == before
+    # This process is the one that was killed, so its copies may still write.
+    made.pass_time(2)
+    made.step()
+    pool = made.offload.state.pool
+    assert {
+        slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) is SlotState.QUARANTINED
+    } == written
+    assert loaded(made) == len(PROMPT) // BLOCK - 1
+
+
+def test_r19_slots_under_copies_of_a_killed_engine_come_back_once_its_processes_have_ended(
+    start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = start()
+    made.hold()
+    made.submit(PROMPT)
+    for _ in range(5):
+        made.step()
+    left = killed(shared_memory)
+    made.release()
+    made.drain()
+    runs: list[bool | None] = [True]
+    monkeypatch.setattr(host_catalog, "may_run", lambda process: runs[0])
+    made = start(path=left)
+    pool = made.offload.state.pool
+    assert pool.count(SlotState.QUARANTINED)
+    for answer in (None, True, False):
+        runs[0] = answer
+        made.pass_time(2)
+        made.step()
+        assert (pool.count(SlotState.QUARANTINED) == 0) == (answer is False)
+    made.run(PROMPT)
+    made.assert_clean()
+
+
+def reasons(start: StartEngine, **options: object) -> tuple[Rig, list[str]]:
+    """Start the next engine; return it and why it adopted nothing."""
+    with capture_logs() as logs:
+        made = start(**options)
+    return made, [line["reason"] for line in logs if line["event"] == "host_memory_not_adopted"]
+
+
+def test_r19_nothing_is_found_after_a_reset(start: StartEngine) -> None:
+    made = start()
+    made.run(PROMPT)
+    assert made.engine.reset_prefix_cache()
+    made.run(PROMPT)
+    made, (reason,) = reasons(start)
+    assert "was reset" in reason
+    assert loaded(made) == 0
+
+
+def test_r19_a_reset_before_the_blocks_are_adopted_drops_them(start: StartEngine) -> None:
+    start().run(PROMPT)
+    made = start(drains=False)
+    assert made.engine.reset_prefix_cache()
+    made.drain()
+    assert indexed(made) == {}
+    assert loaded(made) == 0
+    made, reason = reasons(start)
+    assert reason
+    assert loaded(made) == 0
+
+
+def test_r19_nothing_is_found_after_the_core_was_in_doubt(start: StartEngine) -> None:
+    made = start()
+    made.run(PROMPT)
+    made.offload.state.pool._counts[0] += 1
+    assert made.offload.audit()
+    _, (reason,) = reasons(start)
+    assert "in doubt" in reason
+
+
+def test_r19_other_weights_find_nothing_in_the_folder(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload_reference.plugin._kind_of", lambda identity: "same")
+    start(extra={"weights_id": "a"}).run(PROMPT)
+    made, (reason,) = reasons(start, extra={"weights_id": "b"})
+    assert "other weights" in reason
+    assert loaded(made) == 0
+    assert loaded(start(extra={"weights_id": "b"})) > 0
+
+
+@pytest.mark.parametrize("gone", ["rank0", "rank1", "table"])
+def test_r19_without_one_of_its_files_nothing_is_found(
+    start: StartEngine, shared_memory: Path, gone: str
+) -> None:
+    start(ranks=2).run(PROMPT)
+    start(ranks=2, path=shared_memory / "another")
+    (path,) = shared_memory.glob(f"reference-*/0/{gone}")
+    path.unlink()
+    made = start(ranks=2)
+    assert indexed(made) == {}
+    assert loaded(made) == 0
+
+
+def test_r19_a_rank_that_was_opened_without_a_scheduler_has_no_table(
+    start: StartEngine, shared_memory: Path
+) -> None:
+    """An engine that died between the ranks' start and the scheduler's may have let nobody write, or somebody."""
+    start().run(PROMPT)
+    start(path=shared_memory / "another")
+    with rig(host_blocks=200, extra={"host_path": shared_memory}, starts_ready=False):
+        pass
+    made, (reason,) = reasons(start)
+    assert "other files" in reason
+    assert loaded(made) == 0
+
+
+@pytest.mark.parametrize("verify", [("off", "full"), ("full", "off")])
+def test_another_verify_finds_nothing(start: StartEngine, verify: tuple[str, str]) -> None:
+    start(extra={"verify": verify[0]}).run(PROMPT)
+    made = start(extra={"verify": verify[1]})
+    assert indexed(made) == {}
+    made.run(PROMPT)
+    made.assert_clean()
+
+
+def test_with_verify_a_flipped_byte_of_the_next_life_is_found(
+    start: StartEngine, shared_memory: Path
+) -> None:
+    start(extra={"verify": "full"}).run(PROMPT)
+    start(path=shared_memory / "another")
+    (path,) = shared_memory.glob("reference-*/0/rank0")
+    with path.open("r+b") as file:
+        file.seek(4096)
+        data = bytearray(file.read(12 * 1024))
+        file.seek(4096)
+        file.write(bytes(byte ^ 1 for byte in data))
+    made = start(extra={"verify": "full"})
+    made.run(PROMPT)
+    assert made.count("load_blocks", "corrupt") > 0
+    made.drain()
+
+
+@pytest.mark.parametrize("part", range(12))
+def test_r19_a_damaged_table_costs_blocks_and_never_a_wrong_answer(
+    start: StartEngine, shared_memory: Path, part: int
+) -> None:
+    """Flip bytes all over the table: of its header, of sequence numbers, times of use and records."""
+    start(host_blocks=20).run(PROMPT)
+    before = indexed(start(host_blocks=20))
+    start(path=shared_memory / "another")
+    (path,) = shared_memory.glob("reference-*/0/table")
+    data = bytearray(path.read_bytes())
+    chance = random.Random(part)
+    for _ in range(1 + 40 * (part % 3)):
+        data[chance.randrange(len(data)) if part < 8 else chance.randrange(200)] ^= 1 << chance.randrange(8)
+    path.write_bytes(data[: chance.randrange(len(data))] if part == 11 else data)
+    made = start(host_blocks=20)
+    assert indexed(made).items() <= before.items()
+    made.run(PROMPT)
+    made.assert_clean()
+
+
+def test_blocks_that_must_not_outlive_their_engine_are_not_found(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = start()
+    made.run(text(2, 6 * BLOCK))
+    found = indexed(made)
+    monkeypatch.setattr(facts, "RequestSeen", partial(facts.RequestSeen, persists=False))
+    made.run(PROMPT)
+    assert len(indexed(made)) > len(found)
+    monkeypatch.undo()
+    assert indexed(start()) == found
+
+
+def test_the_least_recently_used_adopted_blocks_are_evicted_first(start: StartEngine) -> None:
+    prompts = [text(seed, 5 * BLOCK) for seed in range(10, 14)]
+    made = start(host_blocks=24)
+    for prompt in (*prompts, prompts[0]):
+        made.run(prompt)
+        made.pass_time(2)
+    order = [made.offload.state.pool.key(slot) for slot in made.offload.state.pool.order]
+    made = start(host_blocks=24)
+    pool = made.offload.state.pool
+    assert [pool.key(slot) for slot in pool.order] == order
+
+
+def test_two_engines_use_two_folders_and_each_is_found_again(start: StartEngine, shared_memory: Path) -> None:
+    settings = {"host_path": shared_memory}
+    made = start()
+    with rig(host_blocks=200, extra=settings) as other:
+        other.drain()
+        other.run(text(2, 8 * BLOCK))
+        made.run(PROMPT)
+    start(path=shared_memory / "another")
+    assert len(list(shared_memory.glob("reference-*/[01]/table"))) == 2
+    with rig(host_blocks=200, extra=settings) as first, rig(host_blocks=200, extra=settings) as second:
+        first.drain()
+        second.drain()
+        assert indexed(first)
+        assert indexed(second)
+        assert not {*indexed(first).values()} & {*indexed(second).values()}
+
+
+def test_files_can_be_removed_at_the_end(start: StartEngine, shared_memory: Path) -> None:
+    made = start(extra={"host_keep": False})
+    made.run(PROMPT)
+    (folder,) = shared_memory.glob("reference-*/0")
+    assert {path.name for path in folder.iterdir()} > {"rank0", "table"}
+    start(path=shared_memory / "another")
+    assert {path.name for path in folder.iterdir()} <= {"lock", "owner.json"}
+
+
+def test_files_are_for_this_user_only(start: StartEngine, shared_memory: Path) -> None:
+    start()
+    modes = {
+        path.relative_to(shared_memory): path.stat().st_mode & 0o777 for path in shared_memory.rglob("*")
+    }
+    assert {mode for path, mode in modes.items() if (shared_memory / path).is_dir()} == {0o700}
+    assert {mode for path, mode in modes.items() if not (shared_memory / path).is_dir()} == {0o600}
+
+
+def test_a_folder_that_is_not_on_a_tmpfs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"host_path: .* is on \w+; it must be on tmpfs"):
+        Rig(extra={"host_path": tmp_path})
+
+
+def test_the_adopted_blocks_and_their_hits_are_events(start: StartEngine) -> None:
+    made = start()
+    made.run(PROMPT)
+    blocks = len(indexed(made))
+    made = start(drains=False)
+    events: list[Any] = []
+    for kind in (BlocksAdopted, AdoptedBlocksHit):
+        made.offload.bus.count(kind, events.append)
+    made.drain()
+    for _ in range(2):
+        made.forget_device()
+        hit = loaded(made)
+    assert events == [BlocksAdopted(blocks), AdoptedBlocksHit(len(PROMPT) // BLOCK - 1)]
+    assert hit == 2 * (len(PROMPT) // BLOCK - 1)

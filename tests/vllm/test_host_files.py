@@ -1,0 +1,66 @@
+"""Host memory in files, on a stock vLLM: what the next engine finds."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.vllm.engine_rig import MARKS, PUBLISHING, Asked, Rig, check_same, offloading, prompt
+from tests.vllm.stock import checkpoints
+from tests.vllm.test_router_events import Router
+from tests.vllm.tiers_rig import CACHED, HOST_BLOCKS, KINDS, PROMPTS
+
+pytestmark = MARKS
+
+
+def wait_until_adopted(rig: Rig) -> None:
+    """Serve requests until the host has all of its slots. The first step lets vLLM's KV be identified."""
+    state = rig.side.state
+    while state.growing:
+        rig.run({"opens": Asked((1, 2, 3), 1)})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_engine_finds_what_the_host_had(
+    kind: checkpoints.Kind, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
+    answers = {}
+    for life in range(2):
+        with offloading(kind, tmp_path, HOST_BLOCKS[kind], extra={"host_path": str(shared_memory)}) as rig:
+            wait_until_adopted(rig)
+            found = rig.run(PROMPTS)
+            if life:
+                check_same(found, answers)
+                assert {answer.cached for answer in found.values()} == {CACHED}
+            answers = found
+            rig.check_clean()
+
+
+def test_a_router_that_knows_only_the_next_engine_learns_what_it_adopted(
+    shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    monkeypatch.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
+    settings = {"extra": {"host_path": str(shared_memory)}, **PUBLISHING}
+    with offloading("qwen3", tmp_path, 512, **settings) as rig:
+        wait_until_adopted(rig)
+        rig.run({f"r{number}": Asked(prompt(number), 40) for number in range(3)})
+        rig.step()
+        left = set(rig.side.state.pool.index)
+    with offloading("qwen3", tmp_path, 512, **settings) as rig, rig.published() as batches:
+        wait_until_adopted(rig)
+        rig.run({"more": Asked((1, 2, 3), 4)})
+        router = Router()
+        router.hear(batches)
+        assert router.orphans == []
+        assert left <= set(rig.side.state.pool.index)
+        assert {block_hash for _, block_hash in router.known} >= {
+            maybe_convert_block_hash(key[:-4]) for key in left
+        }
+        assert {event.token_ids[0] for event in router.known.values() if event.parent_block_hash is None} >= {
+            prompt(number)[0] for number in range(3)
+        }
