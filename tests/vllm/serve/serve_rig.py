@@ -31,9 +31,9 @@ _OUR_FRAME = re.compile(r'File ".*/(kvoffload_vllm|kvoffload/(bus|core|model|run
 _OUR_WORDS = ("core_raised", "offloading_off", "worker_not_closed", "coroutine_lost")
 
 
-def connector(host_blocks: int = 512) -> dict[str, Any]:
+def connector(host_blocks: int = 512, **extra: object) -> dict[str, Any]:
     """Return the connector's settings as operators write them. vLLM finds the connector by its entry point."""
-    config = transfer_config(host_blocks)
+    config = transfer_config(host_blocks, **extra)
     del config["kv_connector_module_path"]
     return config
 

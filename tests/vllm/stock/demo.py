@@ -1,10 +1,13 @@
 """Runs the same conversations on a stock `vllm serve` without and with kvoffload, through the OpenAI API.
 
-    python tests/vllm/stock/demo.py [--model gemma3] [--conversations 8] [--turns 4] [--show-log]
+    python tests/vllm/stock/demo.py [--model gemma3] [--conversations 8] [--turns 4] [--host-path DIR] [--show-log]
 
 Run this demo in an environment with vLLM and kvoffload (`make vllm-demo` creates one in `.venv/vllm`). The
 model is small and has random weights, so its answers are meaningless, but they depend on every block of the
 KV cache. If the environment's torch has a GPU, the server uses the GPU.
+
+With --host-path, a server with kvoffload serves the conversations before, and is killed (SIGKILL). The table then
+compares a server without kvoffload with one that finds what the killed one had.
 
 Exit status: 0; 1 if an answer differs or nothing was found on the host; 130 after Ctrl-C or SIGTERM.
 """
@@ -68,8 +71,10 @@ def make_scene(asked: argparse.Namespace, folder: Path) -> Scene:
     return Scene(asked.model, make_conversations(options), checkpoint, folder)
 
 
-def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options: Any) -> Play:
-    """Start a server, run every turn of every conversation, and stop the server.
+def play(
+    scene: Scene, name: str, screen: Screen, script: Play | None, *, kills: bool = False, **options: Any
+) -> Play:
+    """Start a server, run every turn of every conversation, and stop the server, or kill it.
 
     Prompts contain earlier answers. If `script` is given, the answers of that run are used, so that both runs
     have the same prompts.
@@ -87,7 +92,10 @@ def play(scene: Scene, name: str, screen: Screen, script: Play | None, **options
         client.stream(server, range(FIRST_TOKENS // 2), ANSWER_TOKENS)  # a warm-up
         before = client.settled(server)
         replies = _take_turns(server, scene.conversations, screen, script)
-        return Play(replies, before, client.settled(server))
+        played = Play(replies, before, client.settled(server))
+        if kills:
+            server.kill()
+        return played
 
 
 def _take_turns(
@@ -117,9 +125,15 @@ def run(asked: argparse.Namespace, folder: Path, screen: Screen) -> int:
     """Run the conversations without and with kvoffload, and print the report. Return the exit status."""
     scene = make_scene(asked, folder)
     without = play(scene, "without", screen, None)
-    with_it = play(scene, "with", screen, without, kv_transfer_config=CONNECTOR)
+    connector = CONNECTOR
+    if asked.host_path is not None:
+        settings = {**CONNECTOR["kv_connector_extra_config"], "host_path": str(asked.host_path)}
+        connector = {**CONNECTOR, "kv_connector_extra_config": settings}
+        play(scene, "before the kill, with", screen, without, kills=True, kv_transfer_config=connector)
+    with_it = play(scene, "with", screen, without, kv_transfer_config=connector)
     device = "GPU" if torch.cuda.is_available() else "CPU"
-    head = f"{asked.conversations} conversations of {asked.turns} turns, {asked.model}, {device}"
+    life = "" if asked.host_path is None else "; with: after a SIGKILL"
+    head = f"{asked.conversations} conversations of {asked.turns} turns, {asked.model}, {device}{life}"
     screen.result(demo_report.render(head, DEVICE_BLOCKS[asked.model], without, with_it))
     return 0 if demo_report.holds(without, with_it) else 1
 
@@ -133,6 +147,7 @@ def main() -> int:
     )
     parser.add_argument("--conversations", type=_within(4, 64), default=8)
     parser.add_argument("--turns", type=_within(2, MOST_TURNS), default=4)
+    parser.add_argument("--host-path", metavar="DIR", type=Path, help="on a tmpfs; kill the server once")
     parser.add_argument("--show-log", action="store_true", help="print the servers' logs at the end")
     asked = parser.parse_args()
     return demo_report.perform(partial(run, asked), show_log=asked.show_log)

@@ -200,8 +200,12 @@ class Server:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            return self.process.wait()
+            return self.kill()
+
+    def kill(self) -> int:
+        """Kill the server and its workers, which share its process group, at once. Return its exit status."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
 
 
 @contextmanager
