@@ -105,6 +105,7 @@ class HostCatalog:
         self._files: dict[Rank, SlotsFile] = {}
         self._stepped_at: float | None = None
         self._is_closed = self._was_reset = self._is_complete = False
+        self._is_trusted = True
         self._executor = portal.new_executor("host-catalog")
         self._identifier = portal.new_executor("host-identity")
         self._identity: Future[KVIdentity] | None = None
@@ -174,6 +175,7 @@ class HostCatalog:
 
     def distrust(self) -> None:
         """Close the table for good: no later process may use what is in the slots."""
+        self._is_trusted = False
         table, self._table = self._table, None
         if table is not None:
             table.close()
@@ -266,11 +268,13 @@ class HostCatalog:
         self.adopted = len(self._blocks.slots)
         self._end = 1 + max([*self._struck, *self._blocks.slots.tolist()], default=-1)
         header = TableHeader(slots, tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks)))
-        if not self._was_reset:
+        if self._is_trusted:
             self._table = HostTable.create(
                 self._claim.folder, header, self._blocks.left(header, self._struck)
             )
             self.on_open(self._claim.folder, slots)
+        if not self._is_trusted:  # there was a reset meanwhile, on the engine's thread
+            self.distrust()
         self.opening = None
         log.info("host_table_opened", folder=str(self._claim.folder.path), slots=slots, blocks=self.adopted)
         self._add_reported()

@@ -17,6 +17,7 @@ from kvoffload.model import facts
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
 from kvoffload.model.ids import SlotId
+from kvoffload.node.table import HostTable
 from kvoffload.runtime import host_catalog
 from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, KINDS, Rig, rig, text
@@ -39,10 +40,13 @@ def start(shared_memory: Path) -> Iterator[StartEngine]:
             host_blocks: int = 200,
             path: Path = shared_memory,
             drains: bool = True,
+            **options: Any,  # noqa: ANN401
         ) -> Rig:
             running.pop_all().close()
             settings = {"host_path": path, **extra}
-            made = running.enter_context(rig(kind, ranks=ranks, host_blocks=host_blocks, extra=settings))
+            made = running.enter_context(
+                rig(kind, ranks=ranks, host_blocks=host_blocks, extra=settings, **options)
+            )
             if drains:
                 made.drain()
             return made
@@ -175,6 +179,28 @@ def test_r19_a_reset_before_the_blocks_are_adopted_drops_them(start: StartEngine
     made, reason = reasons(start)
     assert reason
     assert loaded(made) == 0
+
+
+def test_r19_a_reset_while_the_table_is_written_closes_it(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start().run(PROMPT)
+    real = HostTable.create
+
+    def create(*words: Any) -> HostTable:  # noqa: ANN401
+        made = real(*words)
+        assert running[0].engine.reset_prefix_cache()
+        return made
+
+    running = [start(drains=False, starts_ready=False)]
+    monkeypatch.setattr(HostTable, "create", create)
+    running[0].pass_time()
+    running[0].drain()
+    monkeypatch.undo()
+    assert indexed(running[0]) == {}
+    running[0].run(PROMPT)
+    _, (reason,) = reasons(start)
+    assert "was reset" in reason
 
 
 def test_r19_nothing_is_found_after_the_core_was_in_doubt(start: StartEngine) -> None:
