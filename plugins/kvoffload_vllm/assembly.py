@@ -33,6 +33,7 @@ from kvoffload_vllm.groups import VllmGroups, vllm_groups
 from kvoffload_vllm.kv_identity import Identification, find_identity, find_problems
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
+from kvoffload_vllm.support import find_retention
 from kvoffload_vllm.worker import VllmWorker
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def start_scheduler(
         tier_key=key,
     )
     if groups.shape.state_key_ends:
-        interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", 0)
+        interval = find_retention(kv_cache_config, vllm_config.cache_config)
         log_warnings(examine([recurrent_states(groups.shape.alignment, interval)], Setup(config=config)))
     tier_events = None
     if publishes_events(vllm_config):

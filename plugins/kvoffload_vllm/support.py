@@ -12,7 +12,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from inspect import signature
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
 
 from kvoffload.model.groups import AttentionKind
 
@@ -41,7 +43,6 @@ NEWEST_RUN = (0, 33)
 """The newest vLLM version with which the connector was run."""
 
 NEEDED = (
-    "bind_gpu_block_pool",
     "has_pending_push_work",
     "on_new_request",
     "requires_kv_delivery",
@@ -49,6 +50,18 @@ NEEDED = (
     "supports_divergent_local_hybrid_hits",
 )
 """The attributes that vLLM's base class for connectors must have."""
+
+POOL_HOOKS = ("bind_gpu_block_pool", "bind_kv_cache_manager", "bind_scheduler_context")
+"""The hooks by which a vLLM may pass its block pool. One of them is enough.
+
+vLLM 0.28 to 0.33 have the first, 0.30 to 0.33 the second too. A change that is proposed for vLLM has only the third.
+"""
+
+FAILURE_HOOKS = ("get_transfer_results", "get_block_ids_with_load_errors")
+"""The hooks by which a connector may report failed loads: by request, or by block. One of them is enough."""
+
+FAILED_REQUESTS = "failed_recving"
+"""The field of vLLM's `KVConnectorTransferResults` that has the requests whose loads failed."""
 
 SLEEP_HOOKS = ("supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches")
 """The attributes of vLLM's base class for connectors that sleep mode needs; vLLM 0.33 and newer have them."""
@@ -80,7 +93,7 @@ class Features:
         announces_sleep: whether vLLM tells a connector before it releases the KV cache's memory, and after it has
             the memory back.
         hands_off_states: whether vLLM reports, in each step, the completed recurrent states and the states' blocks.
-        lacks: the attributes that the connector needs but vLLM's base class lacks.
+        lacks: the attributes that the connector needs but this vLLM lacks. Alternatives are joined by "or".
     """
 
     reports_failed_loads: bool = True
@@ -95,17 +108,35 @@ def release_of(version: str) -> tuple[int, ...]:
 
 
 def find_features() -> Features:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
     from vllm.v1.core.sched import output
 
-    lacks = tuple(name for name in NEEDED if not hasattr(KVConnectorBase_V1, name))
-    reports_failed_loads = hasattr(KVConnectorBase_V1, "get_transfer_results")
+    return features_of(base, output)
+
+
+def features_of(base: ModuleType, output: ModuleType) -> Features:
+    """Return the features of vLLM's modules with the base class for connectors and with the scheduler's output."""
+    connector = base.KVConnectorBase_V1
+    by_request = hasattr(connector, "get_transfer_results")
+    lacks = [name for name in NEEDED if not hasattr(connector, name)]
+    choices = [
+        hooks for hooks in (POOL_HOOKS, FAILURE_HOOKS) if not any(hasattr(connector, one) for one in hooks)
+    ]
+    lacks += [" or ".join(hooks) for hooks in choices]
+    if by_request and FAILED_REQUESTS not in signature(base.KVConnectorTransferResults).parameters:
+        lacks.append(f"KVConnectorTransferResults.{FAILED_REQUESTS}")
     return Features(
-        reports_failed_loads,
+        reports_failed_loads=by_request,
         hands_off_states=hasattr(output, "KVConnectorBlockState"),
-        announces_sleep=all(hasattr(KVConnectorBase_V1, name) for name in SLEEP_HOOKS),
-        lacks=lacks,
+        announces_sleep=all(hasattr(connector, name) for name in SLEEP_HOOKS),
+        lacks=tuple(lacks),
     )
+
+
+def find_retention(*configs: object) -> int | Literal["unknown"] | None:
+    """Return the interval in tokens at which vLLM keeps recurrent states, from the first configuration that has it."""
+    name = "prefix_cache_retention_interval"
+    return next((getattr(config, name) for config in configs if hasattr(config, name)), "unknown")
 
 
 def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
