@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 from kvoffload.model.groups import AttentionKind
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 KINDS = {
@@ -93,12 +93,14 @@ class Features:
         announces_sleep: whether vLLM tells a connector before it releases the KV cache's memory, and after it has
             the memory back.
         hands_off_states: whether vLLM reports, in each step, the completed recurrent states and the states' blocks.
+        sizes_shards: whether vLLM says how many tokens a block has over all ranks of decode context parallelism.
         lacks: the attributes that the connector needs but this vLLM lacks. Alternatives are joined by "or".
     """
 
     reports_failed_loads: bool = True
     hands_off_states: bool = False
     announces_sleep: bool = False
+    sizes_shards: bool = False
     lacks: tuple[str, ...] = ()
 
 
@@ -109,13 +111,20 @@ def release_of(version: str) -> tuple[int, ...]:
 
 def find_features() -> Features:
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched import output
 
-    return features_of(base, output)
+    return features_of(base, output, kv_cache_utils)
 
 
-def features_of(base: ModuleType, output: ModuleType) -> Features:
-    """Return the features of vLLM's modules with the base class for connectors and with the scheduler's output."""
+def features_of(base: ModuleType, output: ModuleType, utils: ModuleType) -> Features:
+    """Return a vLLM's features.
+
+    Args:
+        base: the module with the base class for connectors.
+        output: the module with the scheduler's output.
+        utils: the module with the functions for the KV cache's blocks.
+    """
     connector = base.KVConnectorBase_V1
     by_request = hasattr(connector, "get_transfer_results")
     lacks = [name for name in NEEDED if not hasattr(connector, name)]
@@ -129,6 +138,7 @@ def features_of(base: ModuleType, output: ModuleType) -> Features:
         reports_failed_loads=by_request,
         hands_off_states=hasattr(output, "KVConnectorBlockState"),
         announces_sleep=all(hasattr(connector, name) for name in SLEEP_HOOKS),
+        sizes_shards=hasattr(utils, "resolve_dcp_kv_block_size"),
         lacks=tuple(lacks),
     )
 
@@ -191,6 +201,7 @@ def _check_settings(vllm_config: VllmConfig, features: Features) -> Iterator[str
     yield from role_problems(vllm_config.kv_transfer_config.kv_role)
     caches, model = vllm_config.cache_config.enable_prefix_caching, getattr(vllm_config, "model_config", None)
     yield from option_problems(caches, vllm_config.parallel_config)
+    yield from _check_shards(vllm_config.parallel_config, features)
     yield from _check_sleep(model, features)
 
 
@@ -202,6 +213,7 @@ def config_problems(vllm_config: VllmConfig, features: Features) -> list[str]:
     if model.is_encoder_decoder:
         return [ENCODER_DECODER]
     problems = [*option_problems(cache.enable_prefix_caching, vllm_config.parallel_config)]
+    problems += _check_shards(vllm_config.parallel_config, features)
     problems += _check_sleep(model, features)
     if model.is_hybrid:
         problems += _check_modes("the model", {cache.mamba_cache_mode}, features)
@@ -228,11 +240,22 @@ def _check_sleep(model: object, features: Features) -> Iterator[str]:
         )
 
 
+def _check_shards(parallel_config: ParallelConfig, features: Features) -> Iterator[str]:
+    size = parallel_config.decode_context_parallel_size
+    if size > 1 and not features.sizes_shards:
+        yield (
+            f"decode_context_parallel_size is {size}, and this vLLM does not say how many tokens a block then has; use "
+            "vLLM 0.29 or newer, or set it to 1"
+        )
+
+
 def _check_ranks(parallel_config: object) -> Iterator[str]:
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel_config, name, 1)
-        if size > 1:
-            yield f"{name} is {size}; it must be 1, tensor and pipeline parallelism may be any"
+    size = getattr(parallel_config, "prefill_context_parallel_size", 1)
+    if size > 1:
+        yield (
+            f"prefill_context_parallel_size is {size}; it must be 1, tensor, pipeline and decode context parallelism may "
+            "be any"
+        )
     launcher = getattr(parallel_config, "distributed_executor_backend", None)
     ranks = getattr(parallel_config, "world_size", 1)
     if launcher == "external_launcher" and ranks > 1:

@@ -32,7 +32,8 @@ def base(*hooks: str, results: tuple[str, ...] = ("finished_recving", "failed_re
     )
 
 
-OUTPUT: Any = SimpleNamespace()
+NOTHING: Any = SimpleNamespace()
+"""A module without any feature."""
 
 
 @pytest.mark.parametrize("hook", POOL_HOOKS)
@@ -40,7 +41,7 @@ OUTPUT: Any = SimpleNamespace()
 def test_one_hook_for_the_pool_and_one_for_failed_loads_are_enough(
     hook: str, failures: str, by_request: bool
 ) -> None:
-    features = features_of(base(hook, failures), OUTPUT)
+    features = features_of(base(hook, failures), NOTHING, NOTHING)
     assert features.lacks == ()
     assert features.reports_failed_loads is by_request
 
@@ -57,7 +58,9 @@ def test_one_hook_for_the_pool_and_one_for_failed_loads_are_enough(
     ],
 )
 def test_a_vllm_without_any_of_the_alternatives_is_refused_with_one_message(module: Any, lacks: str) -> None:
-    (problem,) = find_problems(vllm_config(), cache_config(group(full())), features_of(module, OUTPUT))
+    (problem,) = find_problems(
+        vllm_config(), cache_config(group(full())), features_of(module, NOTHING, NOTHING)
+    )
     assert problem.startswith(f"this vLLM lacks {lacks}; the connector works with vLLM 0.28 and newer")
 
 
@@ -95,3 +98,13 @@ def test_the_retention_interval_comes_from_the_first_configuration_that_has_it(i
     assert find_retention(has, SimpleNamespace(prefix_cache_retention_interval=5)) == interval
     assert find_retention(lacks, has) == interval
     assert find_retention(lacks, lacks) == "unknown"
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_context_parallelism_needs_a_vllm_that_tells_the_tokens_of_a_block(tells: bool) -> None:
+    utils: Any = SimpleNamespace(**({"resolve_dcp_kv_block_size": None} if tells else {}))
+    features = features_of(base(POOL_HOOKS[0], BY_REQUEST), NOTHING, utils)
+    config = vllm_config(decode_context_parallel_size=2)
+    problems = find_problems(config, cache_config(group(full())), features)
+    assert len(problems) == (not tells)
+    assert all("use vLLM 0.29 or newer, or set it to 1" in one for one in problems)
