@@ -30,9 +30,8 @@ def find_pool(holder: object) -> BlockPool:
     Raises:
         EngineContractError: the holder has no block pool, or the pool lacks something that kvoffload uses.
     """
-    pool: Any = next(
-        (found for name in POOL_NAMES if (found := getattr(holder, name, None)) is not None), None
-    )
+    held = [getattr(holder, name, None) for name in POOL_NAMES]
+    pool: Any = next((one for one in held if one is not None), None)
     lacks = [name for name in _USED if not hasattr(pool, name)]
     if lacks:
         what = "no block pool" if pool is None else f"a block pool without {', '.join(lacks)}"
@@ -40,7 +39,7 @@ def find_pool(holder: object) -> BlockPool:
             f"vLLM passed a {type(holder).__name__} with {what}, looked for as {' or '.join(POOL_NAMES)}; the connector "
             f"works with {VERSIONS}"
         )
-    return pool  # type: ignore[no-any-return]  # the type checker runs without vLLM
+    return pool
 
 
 class VllmDevice:

@@ -26,7 +26,7 @@ BY_REQUEST, BY_BLOCK = FAILURE_HOOKS
 def base(*hooks: str, results: tuple[str, ...] = ("finished_recving", "failed_recving")) -> Any:
     """Return a module with a base class for connectors that has these hooks, and a class for the results of transfers."""
     connector = type("KVConnectorBase_V1", (), dict.fromkeys((*NEEDED, *hooks)))
-    fields = [(name, set, field(default_factory=set)) for name in results]
+    fields: list[Any] = [(name, set, field(default_factory=set)) for name in results]
     return SimpleNamespace(
         KVConnectorBase_V1=connector, KVConnectorTransferResults=make_dataclass("Results", fields)
     )
