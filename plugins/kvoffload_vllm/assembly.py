@@ -35,6 +35,7 @@ from kvoffload_vllm.kept_notes import KeptNotes
 from kvoffload_vllm.kv_identity import Identification, engine_name, find_identity, find_problems
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
+from kvoffload_vllm.support import find_retention
 from kvoffload_vllm.worker import VllmWorker
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def start_scheduler(
         tier_key=key,
     )
     if groups.shape.state_key_ends:
-        interval = getattr(vllm_config.cache_config, "prefix_cache_retention_interval", 0)
+        interval = find_retention(kv_cache_config, vllm_config.cache_config)
         log_warnings(examine([recurrent_states(groups.shape.alignment, interval)], Setup(config=config)))
     tier_events = None
     if publishes_events(vllm_config):

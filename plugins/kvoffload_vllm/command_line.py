@@ -28,7 +28,13 @@ COMMANDS = re.compile(
 EXAMPLE = "vllm serve MODEL ..., docker run IMAGE ..., or a pod's args"
 
 CHANGE_SIZES = (
-    *("--config-format", "--hf-config-path", "--hf-overrides", "--kv-cache-dtype-skip-layers"),
+    *(
+        "--config-format",
+        "--decode-context-parallel-size",
+        "--hf-config-path",
+        "--hf-overrides",
+        "--kv-cache-dtype-skip-layers",
+    ),
     *("--model-class-overrides", "--model-impl", "--quantization-config"),
     *("--spec-method", "--spec-model", "--spec-tokens", "--speculative-config", "--speculative-model"),
 )

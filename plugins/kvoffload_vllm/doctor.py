@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
-from typing import Any
+from typing import Any, Literal
 
 from kvoffload.checks.ask import ask_engine
 from kvoffload.checks.check import GIVE, Check, Finding, Given, Setup, Sizes, fail, ok, unknown, warn
@@ -166,13 +166,14 @@ def _given(
     return Given(None if transfer is None else _settings(transfer), sizes, checks)
 
 
-def recurrent_states(block_tokens: int, interval: int | None) -> Check:
-    """Return a check that warns if vLLM keeps only the last recurrent state of each prompt.
+def recurrent_states(block_tokens: int, interval: int | Literal["unknown"] | None) -> Check:
+    """Return a check that warns if vLLM keeps only the last recurrent state of each prompt, or does not say which.
 
     Args:
         block_tokens: tokens in one block of a model with recurrent layers.
         interval: vLLM's `prefix_cache_retention_interval`, in tokens. With 0, vLLM keeps only the state at a prompt's
-            last block boundary. With None, vLLM keeps the states at all block boundaries.
+            last block boundary. With None, vLLM keeps the states at all block boundaries. "unknown" if this vLLM does
+            not have the setting.
     """
     text = f"hits of this model end at multiples of {block_tokens} tokens; shorter prefixes are never found"
     finding = ok(text)
@@ -181,6 +182,11 @@ def recurrent_states(block_tokens: int, interval: int | None) -> Check:
             f"{text}, and vLLM keeps only the state at the last of them in a prompt",
             f"for long conversations start vLLM with --prefix-cache-retention-interval {block_tokens}, or a multiple: it "
             "keeps more states, which takes more host memory",
+        )
+    if interval == "unknown":
+        finding = warn(
+            f"{text}, and this vLLM does not say at which of them it keeps the state",
+            "compare the tokens found in a second turn with the first turn's prompt",
         )
     return Check("recurrent states", lambda *_: finding)
 

@@ -27,7 +27,7 @@ from kvoffload_vllm.support import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def vllm_groups(
     ids = tuple(number for number, group in enumerate(groups) if is_needed_for_hits(vllm_config, group))
     ahead = _with_lookahead(vllm_config, groups)
     specs = tuple(
-        _translate_group(GroupId(place), number, groups[number], number in ahead)
+        _translate_group(vllm_config, GroupId(place), number, groups[number], number in ahead)
         for place, number in enumerate(ids)
     )
     match_tokens, hash_tokens = sizes or find_block_sizes(vllm_config, kv_cache_config)
@@ -115,11 +115,28 @@ def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     return match_tokens, hash_tokens
 
 
-def _translate_group(place: GroupId, number: int, group: KVCacheGroupSpec, has_lookahead: bool) -> GroupSpec:
+def _translate_group(
+    vllm_config: VllmConfig, place: GroupId, number: int, group: KVCacheGroupSpec, has_lookahead: bool
+) -> GroupSpec:
     # `find_problems` has checked that all layers have the same kind, block size and window.
     spec = layer_specs(group.kv_cache_spec)[0]
     key_number = None if number == place else number
-    return GroupSpec(place, kind_of(spec), spec.block_size, reach_of(spec), has_lookahead, key_number)
+    tokens = _block_tokens(vllm_config, group.kv_cache_spec)
+    return GroupSpec(place, kind_of(spec), tokens, reach_of(spec), has_lookahead, key_number)
+
+
+def _block_tokens(vllm_config: VllmConfig, spec: KVCacheSpec) -> int:
+    """Return the tokens in a block of a group over all ranks.
+
+    With decode context parallelism, the ranks share the tokens of some groups. In these groups a block of each rank has
+    `spec.block_size` tokens, and the blocks with the same id on all ranks together have several times as many.
+    """
+    ranks = vllm_config.parallel_config.decode_context_parallel_size
+    if ranks == 1:
+        return int(spec.block_size)
+    from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
+
+    return int(resolve_dcp_kv_block_size(spec, ranks))
 
 
 def _with_lookahead(vllm_config: VllmConfig, groups: Sequence[KVCacheGroupSpec]) -> frozenset[int]:

@@ -183,6 +183,10 @@ def find_identity(
             parallel={
                 "tensor": parallel.tensor_parallel_size,
                 "pipeline": parallel.pipeline_parallel_size,
+                "decode context": parallel.decode_context_parallel_size,
+                "prefill context": parallel.prefill_context_parallel_size,
+                # how many neighbouring tokens a rank has before the next rank's begin
+                "interleave": parallel.cp_kv_cache_interleave_size,
             },  # not the data-parallel size: each data-parallel engine has the whole model
             settings={**_settings(vllm_config), "hash_tokens": str(hash_tokens)},
             groups=groups,

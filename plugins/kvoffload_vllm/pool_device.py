@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvoffload.model.errors import EngineContractError
 from kvoffload.model.ids import BlockKey, DeviceBlockId
+from kvoffload_vllm.support import VERSIONS
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -14,6 +16,30 @@ if TYPE_CHECKING:
 
 GROUP_BYTES = 4
 """The length of the group number in a key. In vLLM and in kvoffload, a key is a block hash followed by this number."""
+
+
+POOL_NAMES = ("gpu_block_pool", "block_pool")
+"""The names that a holder of vLLM's block pool may have for it."""
+
+_USED = ("blocks", "free_block_queue", "free_blocks", "get_cached_block", "get_num_free_blocks", "touch")
+
+
+def find_pool(holder: object) -> BlockPool:
+    """Return the block pool of vLLM's cache manager or of its scheduler context.
+
+    Raises:
+        EngineContractError: the holder has no block pool, or the pool lacks something that kvoffload uses.
+    """
+    held = [getattr(holder, name, None) for name in POOL_NAMES]
+    pool: Any = next((one for one in held if one is not None), None)
+    lacks = [name for name in _USED if not hasattr(pool, name)]
+    if lacks:
+        what = "no block pool" if pool is None else f"a block pool without {', '.join(lacks)}"
+        raise EngineContractError(
+            f"vLLM passed a {type(holder).__name__} with {what}, looked for as {' or '.join(POOL_NAMES)}; the connector "
+            f"works with {VERSIONS}"
+        )
+    return pool
 
 
 class VllmDevice:

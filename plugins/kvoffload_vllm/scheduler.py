@@ -15,13 +15,14 @@ from kvoffload.runtime.copies import NO_ANSWERS
 from kvoffload_vllm.kv_identity import persists
 from kvoffload_vllm.limits import LimitReader
 from kvoffload_vllm.metadata import NO_PLAN, KVOffloadMetadata, KVOffloadWorkerMetadata
+from kvoffload_vllm.pool_device import find_pool
 from kvoffload_vllm.progress import KeyMaker, ProgressReports, Tracked
 from kvoffload_vllm.stats import KVOffloadStats
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -85,8 +86,16 @@ class VllmScheduler:
 
     # -- before a step ------------------------------------------------------------------------------------------
 
+    # vLLM passes its block pool by one of these hooks (`support.POOL_HOOKS`), before the first request.
+
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._device.bind(gpu_block_pool)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        self._device.bind(find_pool(kv_cache_manager))
+
+    def bind_scheduler_context(self, context: object) -> None:
+        self._device.bind(find_pool(context))
 
     def on_new_request(self, request: Request) -> Tracked:
         hashes, reads = request.block_hashes, not request.skip_reading_prefix_cache

@@ -12,12 +12,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from inspect import signature
+from types import ModuleType
+from typing import TYPE_CHECKING, Literal
 
 from kvoffload.model.groups import AttentionKind
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 KINDS = {
@@ -41,7 +43,6 @@ NEWEST_RUN = (0, 33)
 """The newest vLLM version with which the connector was run."""
 
 NEEDED = (
-    "bind_gpu_block_pool",
     "has_pending_push_work",
     "on_new_request",
     "requires_kv_delivery",
@@ -49,6 +50,18 @@ NEEDED = (
     "supports_divergent_local_hybrid_hits",
 )
 """The attributes that vLLM's base class for connectors must have."""
+
+POOL_HOOKS = ("bind_gpu_block_pool", "bind_kv_cache_manager", "bind_scheduler_context")
+"""The hooks by which a vLLM may pass its block pool. One of them is enough.
+
+vLLM 0.28 to 0.33 have the first, 0.30 to 0.33 the second too. A change that is proposed for vLLM has only the third.
+"""
+
+FAILURE_HOOKS = ("get_transfer_results", "get_block_ids_with_load_errors")
+"""The hooks by which a connector may report failed loads: by request, or by block. One of them is enough."""
+
+FAILED_REQUESTS = "failed_recving"
+"""The field of vLLM's `KVConnectorTransferResults` that has the requests whose loads failed."""
 
 SLEEP_HOOKS = ("supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches")
 """The attributes of vLLM's base class for connectors that sleep mode needs; vLLM 0.33 and newer have them."""
@@ -80,12 +93,14 @@ class Features:
         announces_sleep: whether vLLM tells a connector before it releases the KV cache's memory, and after it has
             the memory back.
         hands_off_states: whether vLLM reports, in each step, the completed recurrent states and the states' blocks.
-        lacks: the attributes that the connector needs but vLLM's base class lacks.
+        sizes_shards: whether vLLM says how many tokens a block has over all ranks of decode context parallelism.
+        lacks: the attributes that the connector needs but this vLLM lacks. Alternatives are joined by "or".
     """
 
     reports_failed_loads: bool = True
     hands_off_states: bool = False
     announces_sleep: bool = False
+    sizes_shards: bool = False
     lacks: tuple[str, ...] = ()
 
 
@@ -95,17 +110,43 @@ def release_of(version: str) -> tuple[int, ...]:
 
 
 def find_features() -> Features:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched import output
 
-    lacks = tuple(name for name in NEEDED if not hasattr(KVConnectorBase_V1, name))
-    reports_failed_loads = hasattr(KVConnectorBase_V1, "get_transfer_results")
+    return features_of(base, output, kv_cache_utils)
+
+
+def features_of(base: ModuleType, output: ModuleType, utils: ModuleType) -> Features:
+    """Return a vLLM's features.
+
+    Args:
+        base: the module with the base class for connectors.
+        output: the module with the scheduler's output.
+        utils: the module with the functions for the KV cache's blocks.
+    """
+    connector = base.KVConnectorBase_V1
+    by_request = hasattr(connector, "get_transfer_results")
+    lacks = [name for name in NEEDED if not hasattr(connector, name)]
+    choices = [
+        hooks for hooks in (POOL_HOOKS, FAILURE_HOOKS) if not any(hasattr(connector, one) for one in hooks)
+    ]
+    lacks += [" or ".join(hooks) for hooks in choices]
+    if by_request and FAILED_REQUESTS not in signature(base.KVConnectorTransferResults).parameters:
+        lacks.append(f"KVConnectorTransferResults.{FAILED_REQUESTS}")
     return Features(
-        reports_failed_loads,
+        reports_failed_loads=by_request,
         hands_off_states=hasattr(output, "KVConnectorBlockState"),
-        announces_sleep=all(hasattr(KVConnectorBase_V1, name) for name in SLEEP_HOOKS),
-        lacks=lacks,
+        announces_sleep=all(hasattr(connector, name) for name in SLEEP_HOOKS),
+        sizes_shards=hasattr(utils, "resolve_dcp_kv_block_size"),
+        lacks=tuple(lacks),
     )
+
+
+def find_retention(*configs: object) -> int | Literal["unknown"] | None:
+    """Return the interval in tokens at which vLLM keeps recurrent states, from the first configuration that has it."""
+    name = "prefix_cache_retention_interval"
+    return next((getattr(config, name) for config in configs if hasattr(config, name)), "unknown")
 
 
 def layer_specs(spec: KVCacheSpec) -> tuple[KVCacheSpec, ...]:
@@ -160,6 +201,7 @@ def _check_settings(vllm_config: VllmConfig, features: Features) -> Iterator[str
     yield from role_problems(vllm_config.kv_transfer_config.kv_role)
     caches, model = vllm_config.cache_config.enable_prefix_caching, getattr(vllm_config, "model_config", None)
     yield from option_problems(caches, vllm_config.parallel_config)
+    yield from _check_shards(vllm_config.parallel_config, features)
     yield from _check_sleep(model, features)
 
 
@@ -171,6 +213,7 @@ def config_problems(vllm_config: VllmConfig, features: Features) -> list[str]:
     if model.is_encoder_decoder:
         return [ENCODER_DECODER]
     problems = [*option_problems(cache.enable_prefix_caching, vllm_config.parallel_config)]
+    problems += _check_shards(vllm_config.parallel_config, features)
     problems += _check_sleep(model, features)
     if model.is_hybrid:
         problems += _check_modes("the model", {cache.mamba_cache_mode}, features)
@@ -197,11 +240,22 @@ def _check_sleep(model: object, features: Features) -> Iterator[str]:
         )
 
 
+def _check_shards(parallel_config: ParallelConfig, features: Features) -> Iterator[str]:
+    size = parallel_config.decode_context_parallel_size
+    if size > 1 and not features.sizes_shards:
+        yield (
+            f"decode_context_parallel_size is {size}, and this vLLM does not say how many tokens a block then has; use "
+            "vLLM 0.29 or newer, or set it to 1"
+        )
+
+
 def _check_ranks(parallel_config: object) -> Iterator[str]:
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel_config, name, 1)
-        if size > 1:
-            yield f"{name} is {size}; it must be 1, tensor and pipeline parallelism may be any"
+    size = getattr(parallel_config, "prefill_context_parallel_size", 1)
+    if size > 1:
+        yield (
+            f"prefill_context_parallel_size is {size}; it must be 1, tensor, pipeline and decode context parallelism may "
+            "be any"
+        )
     launcher = getattr(parallel_config, "distributed_executor_backend", None)
     ranks = getattr(parallel_config, "world_size", 1)
     if launcher == "external_launcher" and ranks > 1:

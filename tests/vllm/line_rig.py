@@ -46,7 +46,16 @@ def _size() -> dict[str, Any]:
 @contextmanager
 def scheduling(folder: Path, specs: Sequence[Any], device_blocks: int, **options: Any) -> Iterator[Line]:
     """Yield a scheduler with one KV cache group for each of the specs, and with `device_blocks` usable blocks."""
+    line = Line(make_scheduler(folder, specs, device_blocks, **options))
+    try:
+        yield line
+    finally:
+        line.scheduler.connector.shutdown()
+
+
+def make_scheduler(folder: Path, specs: Sequence[Any], device_blocks: int, **options: Any) -> Any:
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
     from vllm.v1.structured_output import StructuredOutputManager
@@ -58,18 +67,14 @@ def scheduling(folder: Path, specs: Sequence[Any], device_blocks: int, **options
         kv_transfer_config=_transfer_config(),
     ).create_engine_config()
     blocks = config.cache_config.num_gpu_blocks = device_blocks + 1  # vLLM also counts the null block
+    config.cache_config.block_size = BLOCK
     names = [f"layer {number}" for number in range(len(specs))]
     page = specs[0].page_size_bytes
     tensor = KVCacheTensor(size=page * blocks, layers=tuple(names), layer_stride=0, block_stride=page)
     groups = [KVCacheGroupSpec([name], spec) for name, spec in zip(names, specs, strict=True)]
     cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[tensor], kv_cache_groups=groups)
-    line = Line(
-        Scheduler(config, cache, StructuredOutputManager(config), block_size=BLOCK, hash_block_size=BLOCK)
-    )
-    try:
-        yield line
-    finally:
-        line.scheduler.connector.shutdown()
+    whole, hashed = resolve_kv_cache_block_sizes(cache, config)
+    return Scheduler(config, cache, StructuredOutputManager(config), block_size=whole, hash_block_size=hashed)
 
 
 def _transfer_config() -> Any:
@@ -118,7 +123,8 @@ class Line:
         return {name: blocks for name, blocks in held.items() if blocks}
 
     def ask(self, name: str, prompt: Sequence[int], count: int = 1, priority: int = 0) -> None:
-        request = make_request(name, prompt, priority=priority)
+        hash_tokens = self.scheduler.kv_cache_manager.block_pool.hash_block_size
+        request = make_request(name, prompt, hash_tokens, priority=priority)
         request.max_tokens = count
         self.scheduler.add_request(request)
 
@@ -158,18 +164,18 @@ class Line:
                 sampled_token_ids=[
                     [7] if one.num_computed_tokens >= one.num_tokens else [] for one in requests
                 ],
-                kv_connector_output=self._copy(output.kv_connector_metadata),
+                kv_connector_output=self._run(output),
             ),
         )
         return int(output.total_num_scheduled_tokens)
 
-    def _copy(self, metadata: Any) -> Any:
+    def _run(self, output: Any) -> Any:
         """Start a plan's copies, end copies, and return the worker's report."""
         from vllm.v1.outputs import KVConnectorOutput
 
         from kvoffload_vllm.metadata import KVOffloadWorkerMetadata
 
-        plan, answers = metadata.plan, metadata.answers
+        plan, answers = output.kv_connector_metadata.plan, output.kv_connector_metadata.answers
         self.loads |= {job.id: job for job in plan.loads}
         loaded = [] if self.holds_loads else list(self.loads.values())
         for job in loaded:

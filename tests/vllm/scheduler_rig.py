@@ -74,14 +74,14 @@ def adapter(
         scheduler.close()
 
 
-def make_request(name: str, prompt: Sequence[int], **fields: Any) -> Any:
+def make_request(name: str, prompt: Sequence[int], hash_tokens: int = BLOCK, **fields: Any) -> Any:
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
-    hasher = get_request_block_hasher(BLOCK, sha256)
+    hasher = get_request_block_hasher(hash_tokens, sha256)
     return Request(name, list(prompt), SamplingParams(max_tokens=100), None, block_hasher=hasher, **fields)
 
 

@@ -43,7 +43,8 @@ def vllm_config(**changes: Any) -> Any:
         "world_size": 4,
         "data_parallel_index": 0,
     }
-    settings |= {"decode_context_parallel_size": 1, "max_num_batched_tokens": 512, "draft": None, **changes}
+    settings |= {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
+    settings |= {"max_num_batched_tokens": 512, "draft": None, **changes}
 
     def part(*names: str) -> Any:
         return SimpleNamespace(**{name: settings[name] for name in names})
@@ -52,7 +53,12 @@ def vllm_config(**changes: Any) -> Any:
         kv_transfer_config=part("kv_role"),
         cache_config=part("enable_prefix_caching"),
         scheduler_config=part("max_num_batched_tokens"),
-        parallel_config=part("world_size", "data_parallel_index", "decode_context_parallel_size"),
+        parallel_config=part(
+            "world_size",
+            "data_parallel_index",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ),
         speculative_config=settings["draft"],
     )
 

@@ -126,6 +126,7 @@ def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], i
         ),
         (doctor.recurrent_states(528, 1056), "ok", "end at multiples of 528 tokens"),
         (doctor.recurrent_states(528, None), "ok", "end at multiples of 528 tokens"),
+        (doctor.recurrent_states(528, "unknown"), "warning", "does not say at which of them"),
     ],
 )
 def test_hashes_with_findable_collisions_and_hits_that_end_late_are_warnings(

@@ -83,6 +83,7 @@ def test_sizes_from_vllms_configuration_are_those_of_its_engine(name: str, tmp_p
     ("options", "page", "pages"),
     [
         ("", 2 * 8 * 128 * 2, 36),
+        ("-tp 16 -dcp 2", 2 * 128 * 2, 36),  # two ranks share the tokens
         ("-tp 2", 2 * 4 * 128 * 2, 36),
         ("-tp 16", 2 * 128 * 2, 36),
         ("-pp 4", 2 * 8 * 128 * 2, 9),
@@ -94,7 +95,8 @@ def test_sizes_follow_the_ranks_and_dtypes_of_the_line(
     options: str, page: int, pages: int, tmp_path: Path
 ) -> None:
     found = reply(f"{save(tmp_path, QWEN3_8B)} --block-size 32 {options}")["sizes"]
-    assert (found["page_bytes"], found["pages"], found["tokens"]) == (32 * page, pages, 32)
+    tokens = 64 if "-dcp" in options else 32
+    assert (found["page_bytes"], found["pages"], found["tokens"]) == (32 * page, pages, tokens)
 
 
 @on_vllm

@@ -153,13 +153,13 @@ def test_a_recurrent_group_never_has_lookahead() -> None:
 
 
 def test_every_problem_is_listed_at_once() -> None:
-    off: dict[str, Any] = {"enable_prefix_caching": False, "decode_context_parallel_size": 2}
+    off: dict[str, Any] = {"enable_prefix_caching": False, "prefill_context_parallel_size": 2}
     with pytest.raises(ConfigError) as caught:
         translate(group(spec("Odd")), group(full()), features=ONE_GROUP, kv_role="kv_producer", **off)
     said = (
         "kv_role is 'kv_producer'; it must be 'kv_both'",
         "prefix caching is off, and blocks are found by their prefix; start with --enable-prefix-caching",
-        "decode_context_parallel_size is 2; it must be 1",
+        "prefill_context_parallel_size is 2; it must be 1",
         "KV cache group 0 is of Odd; known are ",
         "use vLLM 0.30 or newer, or a model with one group",
     )

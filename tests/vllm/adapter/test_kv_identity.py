@@ -103,6 +103,14 @@ def test_settings_that_change_the_kv_change_the_identity_and_sizes_do_not(
     assert (find(settings()).fingerprint == find(settings(**options)).fingerprint) is same
 
 
+def test_the_ranks_that_share_tokens_and_how_they_share_them_change_the_identity(
+    settings: Settings, find: Find
+) -> None:
+    shared = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
+    options = ({"tensor_parallel_size": 4}, shared, {**shared, "cp_kv_cache_interleave_size": 16})
+    assert len({find(settings(**each)).fingerprint for each in options}) == 3
+
+
 def test_the_maximum_length_changes_the_identity_if_rope_depends_on_it(
     settings: Settings, find: Find
 ) -> None:

@@ -59,7 +59,7 @@ def options(capsys: pytest.CaptureFixture[str], line: str) -> tuple[str, str]:
         ("vllm serve s3://bucket/m --no-enable-prefix-caching OURS", "prefix caching is off"),
         ("vllm serve /mnt/models --no_enable_prefix_caching OURS", "prefix caching is off"),
         ("vllm serve org/m-GGUF:Q4_K_M --no-enable-prefix-caching OURS", "prefix caching is off"),
-        ("vllm serve org/m -tp 8 -dcp 2 OURS", "decode_context_parallel_size is 2"),
+        ("vllm serve org/m -tp 8 -pcp 2 OURS", "prefill_context_parallel_size is 2"),
         ("vllm serve org/m -tp 2 --distributed-executor-backend external_launcher OURS", "with 2 ranks"),
         ("vllm serve org/m -tp two OURS", "--tensor-parallel-size: 'two' is not a whole number"),
         ("vllm serve org/m --kv-offloading-size 48 OURS", "remove --kv-offloading-size"),
@@ -292,7 +292,7 @@ def test_the_tier_below_vllms_connector_is_checked_and_no_host_memory_is_asked_f
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # what only kvoffload's connector refuses is no problem of the tier
-    found = of_tier(capsys, below(tmp_path, enable_kv_events=True), "-dcp", "2", "--kv-offloading-size", "1")
+    found = of_tier(capsys, below(tmp_path, enable_kv_events=True), "-pcp", "2", "--kv-offloading-size", "1")
     assert {one["verdict"] for one in found.values()} <= {"ok", "unknown", "warning"}
     assert found["disk space"]["finding"].startswith("64.0 MiB")
     assert "host memory is vLLM's" in found["vllm connector"]["finding"]

@@ -3,11 +3,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from kvoffload.model import facts
 from kvoffload.model.engine import AuditsLeases
 from kvoffload.model.ids import DeviceBlockId, Rank
 from kvoffload.model.wire import TransferReport
 from kvoffload_vllm.pool_device import VllmDevice
+from kvoffload_vllm.support import POOL_HOOKS
 from tests.core.audit import audit_side
 from tests.vllm.adapter.stand_ins import on_vllm
 
@@ -22,6 +25,21 @@ def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
     assert device.lease_problems(leases) == ["block 2 is leased 2 times, vLLM counts 1 references"]
     pool.blocks[2].ref_cnt = 2
     assert device.lease_problems(leases) == []
+
+
+@on_vllm
+@pytest.mark.parametrize("hook", POOL_HOOKS)
+def test_each_hook_passes_the_pool_to_the_device(hook: str) -> None:
+    from vllm.v1.core.block_pool import BlockPool
+
+    from tests.vllm.scheduler_rig import BLOCKS, adapter
+
+    with adapter(32) as (scheduler, before):
+        pool = BlockPool(BLOCKS // 2, True, 32)
+        given = pool if hook == "bind_gpu_block_pool" else SimpleNamespace(block_pool=pool)
+        getattr(scheduler, hook)(given)
+        assert before.get_num_free_blocks() != pool.get_num_free_blocks()
+        assert scheduler._device.free_blocks() == pool.get_num_free_blocks()
 
 
 @on_vllm
