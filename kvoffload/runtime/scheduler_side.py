@@ -273,11 +273,11 @@ class SchedulerSide:
 
     def _take_facts(self, batch: list[object]) -> None:
         """Pass what happened on the lower tiers to the core, and add it to the batch for observers."""
-        host = self._unopened
+        found, host = self._tiers.take_facts(self._hook.now), self._unopened
         if host is not None and host.opening is None:
             self._unopened = None
             batch.append(HostMemoryOpened(host.adoption, host.adopted))
-        for fact in self._tiers.take_facts(self._hook.now):
+        for fact in found:
             batch.append(fact)
             self.faults.apply(self.core.handle, fact, batch)
 
