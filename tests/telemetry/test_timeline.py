@@ -199,6 +199,7 @@ def test_evictions_and_pins_are_drawn_as_instants() -> None:
     picture = Picture(journal((0, events.BlocksEvicted(3, EvictionCause.SPACE)), (0.01, dropped)))
     assert picture.instants("scheduler/host memory") == [("BlocksEvicted", 0)]
     assert picture.args("BlocksEvicted") == {"blocks": 3, "cause": "space", "age_s": 0.0}
+    assert picture.instants("requests/request") == [("HitDropped", 10)]
 
 
 def test_what_a_start_adopted_is_drawn_at_host_memory() -> None:
@@ -212,7 +213,6 @@ def test_what_a_start_adopted_is_drawn_at_host_memory() -> None:
         ("AdoptedBlocksHit", 20),
     ]
     assert picture.args("HostMemoryOpened") == {"adoption": "adopted", "blocks": 9}
-    assert picture.instants("requests/request") == [("HitDropped", 10)]
 
 
 def test_open_spans_are_drawn_to_the_end_of_the_journal() -> None:
