@@ -104,7 +104,8 @@ def _processes(kept: Kept) -> list[tuple[int, str]]:
     """Return number and state of each process that uses the memory or may still write to it."""
     from kvoffload.node.processes import may_run
 
-    states = [(each.pid, may_run(each)) for each in (*kept.owner.processes, *kept.owner.former)]
+    processes = dict.fromkeys((*kept.owner.processes, *kept.owner.former))  # each once
+    states = [(each.pid, may_run(each)) for each in processes]
     return [(pid, _RUNNING if runs else _ELSEWHERE) for pid, runs in states if runs is not False]
 
 
