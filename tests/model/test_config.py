@@ -50,6 +50,9 @@ def test_host_memory_has_no_default_and_the_error_says_what_to_give(raw: dict) -
 
 RAW = {  # a value for each setting
     "host_bytes": "2GiB",
+    "host_path": "/dev/shm/kvoffload",
+    "host_keep": False,
+    "host_orphan_bytes": "1GiB",
     "store_policy": "lazy",
     "min_load_tokens": 0,
     "verify": "off",
@@ -75,8 +78,8 @@ RAW = {  # a value for each setting
 def test_every_setting_can_be_set() -> None:
     assert list(RAW) == list(SETTINGS)
     assert set(ALIASES.values()) <= set(SETTINGS)
-    sizes = {"host_bytes": 2**31, "disk_bytes": 2**40, "journal_max_bytes": 2**26}
-    paths = {key: Path(str(RAW[key])) for key in ("disk_path", "tier_key_file", "journal_path")}
+    sizes = {"host_bytes": 2**31, "host_orphan_bytes": 2**30, "disk_bytes": 2**40, "journal_max_bytes": 2**26}
+    paths = {key: Path(str(RAW[key])) for key in ("host_path", "disk_path", "tier_key_file", "journal_path")}
     assert asdict(parse_config(RAW)) == {**RAW, **sizes, **paths}
 
 
@@ -85,6 +88,8 @@ def test_every_setting_is_described_with_its_default() -> None:
     assert all(one.meaning and one.allowed for one in SETTINGS.values())
     defaults = {
         "host_bytes": "must be given",
+        "host_path": "memory that ends with the engine",
+        "host_orphan_bytes": "host_bytes and an eighth",
         "min_load_tokens": "one block",
         "disk_bytes": "64.0 GiB",
         "transfer_timeout_s": "30.0",
@@ -158,6 +163,9 @@ BAD: dict[str, list[object]] = {
     "batch_copies": ["on", True, None],
     "journal_path": ["", "a\0b", 3, None, b"x"],
     "journal_max_bytes": [0, "much", None],
+    "host_path": ["", "a\0b", 3, None],
+    "host_keep": ["no", 0, None],
+    "host_orphan_bytes": [0, "lots", None],
     "disk_path": ["", "a\0b", 3, None],
     "disk_bytes": [0, "lots", None],
     "disk_min_hits": [-1, 1.0, "1", True, None],
