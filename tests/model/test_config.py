@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -96,6 +97,28 @@ def test_every_setting_is_described_with_its_default() -> None:
         "recurrent_prefix_boundaries": "true",
     }
     assert {name: SETTINGS[name].default for name in defaults} == defaults
+
+
+@pytest.mark.parametrize(
+    ("settings", "outlives"),
+    [
+        ({}, False),
+        ({"host_path": Path("/m")}, True),
+        ({"disk_path": Path("/d")}, True),
+        ({"remote_url": "s3://b"}, True),
+    ],
+)
+def test_blocks_outlive_the_engine_in_files_and_in_lower_tiers(
+    settings: dict[str, Any], outlives: bool
+) -> None:
+    assert OffloadConfig(host_bytes=1, **settings).outlives_engine is outlives
+
+
+@pytest.mark.parametrize(("settings", "allowed"), [({}, 72), ({"host_orphan_bytes": 5}, 5)])
+def test_stopped_engines_may_keep_a_little_more_than_one_engine_has(
+    settings: dict[str, Any], allowed: int
+) -> None:
+    assert OffloadConfig(host_bytes=64, **settings).orphan_bytes == allowed
 
 
 @pytest.mark.parametrize(
@@ -293,7 +316,7 @@ HUGE = {
 @pytest.mark.parametrize("key", [*SETTINGS, *ALIASES])
 @pytest.mark.parametrize("value", HUGE.values(), ids=HUGE)
 def test_no_value_is_too_large_or_too_deep_to_be_refused(key: str, value: object) -> None:
-    if key in ("journal_path", "disk_path", "tier_key_file") and isinstance(value, str):
+    if key in ("host_path", "journal_path", "disk_path", "tier_key_file") and isinstance(value, str):
         assert getattr(parse_config({**GIVEN, key: value}), key) == Path(value)
         return
     (problem,) = problems({**without(ALIASES.get(key, key)), key: value})
