@@ -232,8 +232,9 @@ class HostCatalog:
 
     def _open(self) -> None:
         self._claim = self._place.claim()
-        self._count_orphans()
         self._identity = self._identifier.submit(self._place.identify)
+        # Listing folders may wait for other engines that choose theirs, so adoption does not wait for it.
+        self._identifier.submit(self._count_orphans)
         previous = tuple(self._files[Rank(rank)].previous for rank in range(self._ranks))
         try:
             self._left = read_table(self._claim.folder, previous)
@@ -276,8 +277,27 @@ class HostCatalog:
         folder = str(self._claim.folder.path)
         log.warning("host_memory_not_adopted", folder=folder, cause=cause.value, reason=reason)
 
+    def _bound_orphans(self) -> None:
+        bound_orphans(self._place.root, self._orphan_bytes)
+        self._count_orphans()
+
     def _count_orphans(self) -> None:
-        self.orphans_size = sum(kept.size for kept in list_kept(self._place.root) if kept.is_orphan)
+        """Record and log what other engines keep below `host_path`."""
+        claim, root = self._claim, self._place.root
+        if claim is None:
+            return
+        others = [kept for kept in list_kept(root) if kept.path != claim.folder.path]
+        orphans = [kept.size for kept in others if kept.is_orphan]
+        self.orphans_size = sum(orphans)
+        if others:
+            log.info(
+                "host_memory_of_others",
+                path=str(root),
+                orphans=len(orphans),
+                orphan_bytes=self.orphans_size,
+                may_stay=self._orphan_bytes,
+                in_use_bytes=sum(kept.size for kept in others) - self.orphans_size,
+            )
 
     def _begin(self, left: Left | None, struck: Sequence[SlotId] = ()) -> None:
         """Begin this process's table, with the blocks of the process before or none."""
@@ -342,8 +362,7 @@ class HostCatalog:
             await self._sleep(_LOOK_S)
             self._do(self._look)
             if number == _SETTLED_LOOKS:
-                self._do(partial(bound_orphans, self._place.root, self._orphan_bytes))
-                self._do(self._count_orphans)
+                self._do(self._bound_orphans)
 
     def _close(self) -> None:
         claim, self._claim = self._claim, None

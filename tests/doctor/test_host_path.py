@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,8 @@ def sized(monkeypatch: pytest.MonkeyPatch, size: int, left: int) -> None:
 
 
 def asked(name: str, folder: Path, tmp_path: Path, **settings: object) -> tuple[str, str]:
-    known = setup(host_path=folder, **{"host_bytes": 64 * MIB, **settings})
+    given: dict[str, Any] = {"host_bytes": 64 * MIB, **settings}
+    known = setup(host_path=folder, **given)
     return ask(memory.CHECKS, name, known, machine(tmp_path))
 
 

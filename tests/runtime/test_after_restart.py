@@ -31,7 +31,7 @@ class Lives:
     def end(self) -> None:
         self._running.pop_all().close()
 
-    def live(self, **extra: object) -> int:
+    def live(self, **extra: Any) -> int:  # noqa: ANN401  # settings
         """Serve the prompt in a life of its own; return how many blocks it leaves."""
         made = self.begin(**extra)
         made.run(PROMPT)
@@ -157,7 +157,19 @@ def test_the_time_of_attaching_is_that_of_the_slowest_rank(lives: Lives) -> None
 
 def test_bytes_of_stopped_engines_are_counted_and_those_of_running_ones_are_not(lives: Lives) -> None:
     assert gauge(lives.begin(weights_id="a"), "host_orphan_bytes") == {}
-    made = lives.begin(weights_id="b")  # another kind of engine
+    with capture_logs() as logs:
+        made = lives.begin(weights_id="b")  # another kind of engine
     (stopped,) = [kept.size for kept in list_kept(lives.folder) if kept.is_orphan]
     assert stopped > 0
     assert gauge(made, "host_orphan_bytes") == {"": stopped}
+    (line,) = [line for line in logs if line["event"] == "host_memory_of_others"]
+    assert (line["orphans"], line["orphan_bytes"], line["in_use_bytes"]) == (1, stopped, 0)
+
+
+def test_bytes_of_stopped_engines_are_counted_again_once_they_are_bounded(lives: Lives) -> None:
+    lives.begin(weights_id="a")
+    made = lives.begin(weights_id="b", host_orphan_bytes=1)
+    assert gauge(made, "host_orphan_bytes")
+    made.pass_time(host_catalog._SETTLED_LOOKS * host_catalog._LOOK_S + 1)
+    assert gauge(made, "host_orphan_bytes") == {}
+    assert [kept for kept in list_kept(lives.folder) if kept.is_orphan] == []
