@@ -86,7 +86,7 @@ def _chosen(found: Sequence[Kept], args: argparse.Namespace) -> list[Kept]:
 def _removed(kept: Kept) -> bool:
     from kvoffload.node.folder import remove_kept
 
-    if kept.is_orphan and remove_kept(kept):
+    if remove_kept(kept):  # False for memory in use
         return True
     reason = "an engine uses it by now, or it cannot be removed" if kept.is_orphan else "an engine uses it"
     say(f"error: {kept.path} stays: {reason}")

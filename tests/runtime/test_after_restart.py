@@ -155,6 +155,18 @@ def test_the_time_of_attaching_is_that_of_the_slowest_rank(lives: Lives) -> None
     assert gauge(made, "host_attach_seconds") == {"": 2.5}
 
 
+def test_the_time_of_attaching_is_reported_once_although_nothing_else_is_new(lives: Lives) -> None:
+    made = lives.begin()
+    worker = made.workers[0]
+    while worker.take_report() is not None:
+        pass
+    worker._prepared_s = 1.5
+    report = worker.take_report()
+    assert report is not None
+    assert [status.file.seconds for status in report.below if status.file] == [1.5]
+    assert worker.take_report() is None
+
+
 def test_bytes_of_stopped_engines_are_counted_and_those_of_running_ones_are_not(lives: Lives) -> None:
     assert gauge(lives.begin(weights_id="a"), "host_orphan_bytes") == {}
     with capture_logs() as logs:
