@@ -45,7 +45,7 @@ def needed_bytes(setup: Setup) -> int:
 
 
 def _host_memory(setup: Setup) -> Finding:
-    needed, before = needed_bytes(setup), _bytes_of(_kept(setup, is_orphan=True))
+    needed, before = needed_bytes(setup), _orphan_bytes(_kept(setup))
     limits = memory_limits(read_file)
     if not limits:
         return unknown("the available memory: /proc/meminfo cannot be read")
@@ -65,14 +65,13 @@ def _host_memory(setup: Setup) -> Finding:
 # -- host memory in files --------------------------------------------------------------------------------------------
 
 
-def _kept(setup: Setup, *, is_orphan: bool) -> list[Kept]:
-    """Return the folders below `host_path` that no engine uses, or those that engines use."""
-    path = setup.config.host_path
-    return [] if path is None else [kept for kept in list_kept(path) if kept.is_orphan is is_orphan]
+def _kept(setup: Setup) -> list[Kept]:
+    """Return what engines keep below `host_path`; nothing without it."""
+    return [] if setup.config.host_path is None else list_kept(setup.config.host_path)
 
 
-def _bytes_of(folders: Sequence[Kept]) -> int:
-    return sum(kept.size for kept in folders)
+def _orphan_bytes(kept: Sequence[Kept]) -> int:
+    return sum(each.size for each in kept if each.is_orphan)
 
 
 def _host_path(setup: Setup) -> Finding | None:
@@ -91,7 +90,7 @@ def _host_path(setup: Setup) -> Finding | None:
         )
     found = os.statvfs(folder)
     size, left = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    needed, before = needed_bytes(setup), _bytes_of(_kept(setup, is_orphan=True))
+    needed, before = needed_bytes(setup), _orphan_bytes(_kept(setup))
     default = ", a container's default" if size == _CONTAINERS_DEFAULT else ""
     text = f"the tmpfs of {path} has {size_text(size)}{default}, {size_text(left)} of them left"
     if before:
@@ -106,17 +105,22 @@ def _kept_memory(setup: Setup) -> Finding | None:
     config = setup.config
     if config.host_path is None:
         return None
-    orphans, used = _kept(setup, is_orphan=True), _kept(setup, is_orphan=False)
-    text = f"stopped engines keep {size_text(_bytes_of(orphans))} in {len(orphans)} folders below {config.host_path}"
+    kept = _kept(setup)
+    orphans, used = (
+        [each.size for each in kept if each.is_orphan],
+        [each for each in kept if not each.is_orphan],
+    )
+    text = (
+        f"stopped engines keep {size_text(sum(orphans))} in {len(orphans)} folders below {config.host_path}"
+    )
     if used:
-        pids = sorted({process.pid for kept in used for process in kept.owner.processes})
-        processes = ", ".join(map(str, pids))
+        pids = sorted({process.pid for each in used for process in each.owner.processes})
         text += (
-            f"; engines that run have {size_text(_bytes_of(used))} (processes {processes}), beside which this engine needs "
-            "its own memory until they end"
+            f"; engines that run have {size_text(sum(each.size for each in used))} (processes "
+            f"{', '.join(map(str, pids))}), beside which this engine needs its own memory until they end"
         )
     # The next engine adopts at most one folder, and the rest is bounded.
-    rest = _bytes_of(orphans) - max([kept.size for kept in orphans], default=0)
+    rest = sum(orphans) - max(orphans, default=0)
     if rest > config.orphan_bytes:
         return warn(
             f"{text}; host_orphan_bytes lets {size_text(config.orphan_bytes)} stay, so the least recently used are removed "
