@@ -16,6 +16,8 @@ from kvoffload.telemetry.catalogue import CATALOGUE, Metric
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     "host_bytes": "#how-much-host-memory",
+    "host_path": "host-memory.md",
+    "host_orphan_bytes": "host-memory.md#memory-of-stopped-engines",
     "verify": "#checksums",
     "disk_path": "disk.md",
     "remote_url": "store.md#two-kinds-of-store",

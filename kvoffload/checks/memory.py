@@ -1,16 +1,25 @@
-"""Checks of host memory and GPUs: needed and available memory, limits, pool and page sizes, and the driver."""
+"""Checks of host memory and GPUs: needed and available memory, files of host memory, limits, sizes, and the driver."""
 
 from __future__ import annotations
 
+import os
 import resource
+from collections.abc import Sequence
 
 from kvoffload.checks.check import Check, Finding, Setup, fail, ok, unknown, warn
 from kvoffload.checks.gpus import find_gpus
 from kvoffload.model.config import size_text
+from kvoffload.model.errors import ConfigError
+from kvoffload.node.folder import Kept, check_file_system, list_kept
 from kvoffload.transfer.host_memory import RESERVE, exceeded, memory_limits, preferred_node, read_file
 
 _SPARE = 10  # a tenth of the memory should stay free
 _LESS = "lower host_bytes, or free memory"
+_LARGER = (
+    "make the tmpfs larger (Docker: --shm-size; Kubernetes: the memory volume's sizeLimit; else: mount -o remount,size=...), "
+    "or lower host_bytes"
+)
+_CONTAINERS_DEFAULT = 64 * 2**20  # of /dev/shm in Docker and Kubernetes
 _GOOD_PAGE = 64 * 2**10
 # With fewer host blocks per device block, "eager" gets less than 80% of the hits that "lazy" gets.
 _WORTH = 1.5
@@ -36,20 +45,89 @@ def needed_bytes(setup: Setup) -> int:
 
 
 def _host_memory(setup: Setup) -> Finding:
-    needed = needed_bytes(setup)
+    needed, before = needed_bytes(setup), _orphan_bytes(_kept(setup))
     limits = memory_limits(read_file)
     if not limits:
         return unknown("the available memory: /proc/meminfo cannot be read")
-    if (limit := exceeded(needed, limits)) is not None:
-        return fail(
-            f"{size_text(needed)} are too much for {limit}: {size_text(RESERVE)} must stay free", _LESS
-        )
+    named = (
+        f"{size_text(needed)}, of which the files of stopped engines have {size_text(min(before, needed))},"
+    )
+    text = named if before else size_text(needed)
+    new = needed - before  # the start adopts or removes those files
+    if (limit := exceeded(new, limits)) is not None:
+        return fail(f"{text} are too much for {limit}: {size_text(RESERVE)} must stay free", _LESS)
     limit = min(limits, key=lambda one: one.left)
-    if needed > limit.left - limit.left // _SPARE:
-        return warn(
-            f"{size_text(needed)} leave less than a tenth of {limit}; the engine itself needs some too", _LESS
+    if new > limit.left - limit.left // _SPARE:
+        return warn(f"{text} leave less than a tenth of {limit}; the engine itself needs some too", _LESS)
+    return ok(f"{text} fit {limit}")
+
+
+# -- host memory in files --------------------------------------------------------------------------------------------
+
+
+def _kept(setup: Setup) -> list[Kept]:
+    """Return what engines keep below `host_path`; nothing without it."""
+    return [] if setup.config.host_path is None else list_kept(setup.config.host_path)
+
+
+def _orphan_bytes(kept: Sequence[Kept]) -> int:
+    return sum(each.size for each in kept if each.is_orphan)
+
+
+def _host_path(setup: Setup) -> Finding | None:
+    """Compare what the engines need with what the tmpfs has left, as the start does."""
+    path = setup.config.host_path
+    if path is None:
+        return None
+    try:
+        check_file_system(path)
+    except ConfigError as error:
+        return fail(str(error), "name a folder on a tmpfs in host_path")
+    folder = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return fail(
+            f"{folder} is not a folder in which this user can make files", "name another folder in host_path"
         )
-    return ok(f"{size_text(needed)} fit {limit}")
+    found = os.statvfs(folder)
+    size, left = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    needed, before = needed_bytes(setup), _orphan_bytes(_kept(setup))
+    default = ", a container's default" if size == _CONTAINERS_DEFAULT else ""
+    text = f"the tmpfs of {path} has {size_text(size)}{default}, {size_text(left)} of them left"
+    if before:
+        text += f" and {size_text(before)} of stopped engines, which the start adopts or removes"
+    if needed > left + before:
+        return fail(f"{size_text(needed)} do not fit: {text}", _LARGER)
+    return ok(f"{size_text(needed)} fit: {text}")
+
+
+def _kept_memory(setup: Setup) -> Finding | None:
+    """Say what engines keep below `host_path`, and compare the memory of stopped ones with its bound."""
+    config = setup.config
+    if config.host_path is None:
+        return None
+    kept = _kept(setup)
+    orphans, used = (
+        [each.size for each in kept if each.is_orphan],
+        [each for each in kept if not each.is_orphan],
+    )
+    text = (
+        f"stopped engines keep {size_text(sum(orphans))} in {len(orphans)} folders below {config.host_path}"
+    )
+    if used:
+        pids = sorted({process.pid for each in used for process in each.owner.processes})
+        text += (
+            f"; engines that run have {size_text(sum(each.size for each in used))} (processes "
+            f"{', '.join(map(str, pids))}), beside which this engine needs its own memory until they end"
+        )
+    # The next engine adopts at most one folder, and the rest is bounded.
+    rest = sum(orphans) - max(orphans, default=0)
+    if rest > config.orphan_bytes:
+        return warn(
+            f"{text}; host_orphan_bytes lets {size_text(config.orphan_bytes)} stay, so the least recently used are removed "
+            "ten minutes after the start",
+            f"raise host_orphan_bytes, or remove them: kvoffload host-memory {config.host_path} --orphans",
+        )
+    return ok(text)
 
 
 def _locked_memory(setup: Setup) -> Finding:
@@ -193,15 +271,20 @@ def _memory_node(_: Setup) -> Finding | None:
     return ok("this process may use processors on each GPU's NUMA node")
 
 
+HOST_MEMORY = Check("host memory", _host_memory)
 SIZED = (
-    Check("host memory", _host_memory),
+    HOST_MEMORY,
     Check("locked memory", _locked_memory),
     Check("host pool", _host_pool),
 )
 """The checks that need `host_bytes`."""
+HOST_PATH = Check("host path", _host_path)
+"""This check needs `host_bytes` too, if `host_path` is set."""
 LONGEST_PREFIX = Check("longest prefix", _longest_prefix)
 CHECKS = (
     *SIZED,
+    HOST_PATH,
+    Check("kept memory", _kept_memory),
     LONGEST_PREFIX,
     Check("swap", _swap),
     Check("huge pages", _huge_pages),

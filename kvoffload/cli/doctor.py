@@ -142,7 +142,8 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
             ours = []
         else:  # host_bytes is the only problem
             about = about if about is given.unread else replace(about, remedy=_GIVE_SIZE)
-            ours = [_without_size(one) if one in memory.SIZED else one for one in ours]
+            sized = memory.SIZED if config.host_path is None else (*memory.SIZED, memory.HOST_PATH)
+            ours = [_without_size(one) if one in sized else one for one in ours]
     checks = [Check("settings", lambda *_: about), *ours, *given.checks, *lost]
     return run_checks(checks, Setup(config, sizes, pins=bool(find_gpus().names)))
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "demo": "kvoffload.cli.demo.command",
     "doctor": "kvoffload.cli.doctor",
     "gpu-check": "kvoffload.gpu_check.command",
+    "host-memory": "kvoffload.cli.host_memory",
     "report": "kvoffload.cli.report",
     "settings": "kvoffload.cli.settings",
     "timeline": "kvoffload.cli.timeline",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from kvoffload.checks.options import seconds
 from kvoffload.cli.exits import CommandError, Exit, say
+from kvoffload.model.causes import Adoption
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import KVOffloadError, printable
 from kvoffload.telemetry.catalogue import HostBytes
@@ -36,6 +37,7 @@ _MISSES = "kvoffload_miss_blocks_total"
 _SAVED = "kvoffload_prefill_seconds_saved_total"
 _HOST_STATES = tuple(state.value for state in HostBytes)
 _HEADINGS = "engine, offloading, hit rate (now), tokens saved (per s), net s saved (per s), top miss cause, host, disk, remote"
+_NOTHING_TO_ADOPT = {"off", Adoption.OPENING.value, Adoption.NOTHING_LEFT.value}
 _LOST = ("kvoffload_load_wait_seconds_sum", "kvoffload_interference_seconds_total")
 
 
@@ -80,6 +82,8 @@ class Row:
         miss_cause: the most frequent cause of a lookup's first missing block; None if no lookup missed.
         miss_share: the share of the missing lookups that have the cause `miss_cause`.
         host_bytes: the bytes of host memory that are wanted, reserved (pinned) and used.
+        adoption: what the start did with the blocks that an earlier engine left; "off" without `host_path`.
+        adopted_blocks, adopted_hit_blocks: the adopted blocks, and those of them that loads have read.
         disk: the disk tier's state; "off" without a disk tier.
         disk_bytes: the disk tier's capacity and the used bytes.
         remote: the remote tier's state; "off" without a remote tier.
@@ -96,6 +100,9 @@ class Row:
     miss_cause: str | None
     miss_share: float | None
     host_bytes: dict[str, float]
+    adoption: str
+    adopted_blocks: float
+    adopted_hit_blocks: float
     disk: str
     disk_bytes: dict[str, float]
     remote: str
@@ -229,6 +236,9 @@ def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
         miss_cause=next(iter(causes), None),
         miss_share=_ratio(now.total(_MISSES, cause=causes[0]), misses) if causes else None,
         host_bytes={state: now.total("kvoffload_host_bytes", state=state) for state in _HOST_STATES},
+        adoption=next(iter(now.values("kvoffload_host_adoption", "result")), "off"),
+        adopted_blocks=now.total("kvoffload_adopted_blocks_total"),
+        adopted_hit_blocks=now.total("kvoffload_adopted_hit_blocks_total"),
         disk=_tier_state(now, "disk"),
         disk_bytes={"capacity": capacity * disk_bytes, "used": (capacity - empty) * disk_bytes},
         remote=_tier_state(now, "remote"),
@@ -354,11 +364,18 @@ def _cells(row: Row) -> Iterator[str]:
     host = row.host_bytes
     fill = f"{_percent(_ratio(host['used'], host['reserved']))} of {size_text(host['reserved'])}"
     pinning = f", {_percent(_ratio(host['reserved'], host['wanted']))} pinned"
-    yield fill + (pinning if host["reserved"] < host["wanted"] else "")
+    yield fill + (pinning if host["reserved"] < host["wanted"] else "") + _adopted(row)
     disk = row.disk_bytes
     fill = f"{_percent(_ratio(disk['used'], disk['capacity']))} of {size_text(disk['capacity'])}, "
     yield (fill if disk["capacity"] else "") + row.disk
     yield row.remote
+
+
+def _adopted(row: Row) -> str:
+    """Return what the cell of host memory says about the blocks of an earlier engine."""
+    if row.adoption == Adoption.ADOPTED.value:
+        return f", {row.adopted_blocks:,.0f} adopted, {row.adopted_hit_blocks:,.0f} hit"
+    return "" if row.adoption in _NOTHING_TO_ADOPT else f", not adopted: {row.adoption}"
 
 
 def _percent(ratio: float | None) -> str:

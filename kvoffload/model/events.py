@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvoffload.model.causes import (
+    Adoption,
     CopyOutcome,
     Deferral,
     DegradeCause,
@@ -272,6 +273,18 @@ class CapacityGrown(Event, frozen=True):
     """Every rank has `slots` host slots ready."""
 
     slots: int
+
+
+class HostMemoryOpened(Event, frozen=True):
+    """It is known what happens to the blocks that an earlier engine left in host memory.
+
+    Args:
+        adoption: what happens to them.
+        blocks: how many of them are adopted, as their slots become ready.
+    """
+
+    adoption: Adoption
+    blocks: int
 
 
 class BlocksAdopted(Event, frozen=True):

@@ -150,11 +150,13 @@ class SlotsFile(Message, frozen=True):
         file_id: random bytes in the file that identify it even after it is renamed.
         slots: how many slots the file has. For host memory, how many have the bytes that an earlier process left.
         previous: for host memory, the id under which the earlier process knew the file; empty for a new file.
+        seconds: for host memory, how long it took until all of it was ready; 0 until then.
     """
 
     file_id: bytes
     slots: int
     previous: bytes = b""
+    seconds: float = 0.0
 
 
 class TierStatus(Message, frozen=True):

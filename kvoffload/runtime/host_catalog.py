@@ -30,11 +30,11 @@ from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.open_folder import OpenFolder
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
-from kvoffload.model.causes import RemoteFault
+from kvoffload.model.causes import Adoption, RemoteFault
 from kvoffload.model.errors import reason_of
 from kvoffload.model.ids import BlockKey, Rank, SlotId
 from kvoffload.model.wire import Put, SlotsFile, Tier, TransferReport
-from kvoffload.node.folder import Claim, HostPlace, bound_orphans
+from kvoffload.node.folder import Claim, HostPlace, bound_orphans, list_kept
 from kvoffload.node.processes import may_run
 from kvoffload.node.table import HostTable, Left, NotATable, TableHeader, read_table, remove_table
 from kvoffload.runtime.portal import Portal
@@ -72,6 +72,8 @@ class HostCatalog:
         opening: the current stage of opening; None once it is known what the core adopts.
         adopted: how many blocks the core adopts in all.
         on_open: called on the catalog's thread with the folder and the number of slots, before the core gets slots.
+        not_adopted: why the core adopts nothing although an earlier engine left something; None without a reason.
+        orphans_size: how many bytes the files of stopped engines took at the last look.
     """
 
     def __init__(
@@ -101,6 +103,8 @@ class HostCatalog:
         self.opening: str | None = "memory of the ranks"
         self.adopted = 0
         self.on_open: Callable[[OpenFolder, int], object] = lambda folder, slots: None
+        self.not_adopted: Adoption | None = None
+        self.orphans_size = 0
         self._reports: dict[Rank, TransferReport] = {}
         self._files: dict[Rank, SlotsFile] = {}
         self._stepped_at: float | None = None
@@ -154,6 +158,15 @@ class HostCatalog:
     def is_restoring(self) -> bool:
         """Return whether the core has not received all facts about its slots yet."""
         return self.opening is not None or bool(self.arrived)
+
+    @property
+    def adoption(self) -> Adoption:
+        """Return what this start did with the blocks that an earlier engine left. Readable from any thread."""
+        if self.not_adopted is not None:
+            return self.not_adopted
+        if self.opening is not None:
+            return Adoption.OPENING
+        return Adoption.ADOPTED if self.adopted else Adoption.NOTHING_LEFT
 
     def send(self, changes: Sequence[SlotChange]) -> None:
         """Write changed slots to the table. A plan may leave the engine only after that."""
@@ -210,6 +223,8 @@ class HostCatalog:
                     "host_table_failed", reason=reason_of(error), note="the next process finds no blocks"
                 )
                 self.distrust()
+                if self.opening is not None:
+                    self.not_adopted = Adoption.FAILED
                 self._left = self.opening = None
                 self._add_reported()
 
@@ -218,6 +233,8 @@ class HostCatalog:
     def _open(self) -> None:
         self._claim = self._place.claim()
         self._identity = self._identifier.submit(self._place.identify)
+        # Listing folders may wait for other engines that choose theirs, so adoption does not wait for it.
+        self._identifier.submit(self._count_orphans)
         previous = tuple(self._files[Rank(rank)].previous for rank in range(self._ranks))
         try:
             self._left = read_table(self._claim.folder, previous)
@@ -225,7 +242,7 @@ class HostCatalog:
             if self._left is None:
                 self._begin(None)
         except NotATable as error:
-            self._say_not_adopted(f"the table does not count: {error}")
+            self._say_not_adopted(Adoption.TABLE_REFUSED, f"the table does not count: {error}")
             self._begin(None, error.struck)
         self._identity.add_done_callback(
             lambda found: self._is_closed or self._do(partial(self._identified, found))
@@ -247,16 +264,40 @@ class HostCatalog:
         if left is None:
             return
         if fingerprint is None:
-            self._say_not_adopted("the weights were not identified in time")
+            self._say_not_adopted(Adoption.NOT_IDENTIFIED, "the weights were not identified in time")
         elif fingerprint != left.header.fingerprint:
-            self._say_not_adopted("it is KV of other weights, settings or versions")
+            self._say_not_adopted(Adoption.OTHER_KV, "it is KV of other weights, settings or versions")
         self._begin(
             left if fingerprint is not None and fingerprint == left.header.fingerprint else None, left.struck
         )
 
-    def _say_not_adopted(self, reason: str) -> None:
+    def _say_not_adopted(self, cause: Adoption, reason: str) -> None:
         assert self._claim is not None
-        log.warning("host_memory_not_adopted", folder=str(self._claim.folder.path), reason=reason)
+        self.not_adopted = cause
+        folder = str(self._claim.folder.path)
+        log.warning("host_memory_not_adopted", folder=folder, cause=cause.value, reason=reason)
+
+    def _bound_orphans(self) -> None:
+        bound_orphans(self._place.root, self._orphan_bytes)
+        self._count_orphans()
+
+    def _count_orphans(self) -> None:
+        """Record and log what other engines keep below `host_path`."""
+        claim, root = self._claim, self._place.root
+        if claim is None:
+            return
+        others = [kept for kept in list_kept(root) if kept.path != claim.folder.path]
+        orphans = [kept.size for kept in others if kept.is_orphan]
+        self.orphans_size = sum(orphans)
+        if others:
+            log.info(
+                "host_memory_of_others",
+                path=str(root),
+                orphans=len(orphans),
+                orphan_bytes=self.orphans_size,
+                may_stay=self._orphan_bytes,
+                in_use_bytes=sum(kept.size for kept in others) - self.orphans_size,
+            )
 
     def _begin(self, left: Left | None, struck: Sequence[SlotId] = ()) -> None:
         """Begin this process's table, with the blocks of the process before or none."""
@@ -321,7 +362,7 @@ class HostCatalog:
             await self._sleep(_LOOK_S)
             self._do(self._look)
             if number == _SETTLED_LOOKS:
-                self._do(partial(bound_orphans, self._place.root, self._orphan_bytes))
+                self._do(self._bound_orphans)
 
     def _close(self) -> None:
         claim, self._claim = self._claim, None

@@ -19,7 +19,7 @@ from kvoffload.model import facts
 from kvoffload.model.causes import DegradeCause
 from kvoffload.model.config import AUTO, OffloadConfig, check_promises
 from kvoffload.model.engine import BlockPool, EngineIdentity, EngineShape
-from kvoffload.model.events import LoadOrphaned, RequestsEnded, WaitEnded
+from kvoffload.model.events import HostMemoryOpened, LoadOrphaned, RequestsEnded, WaitEnded
 from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.wire import NOTHING, Tier, TransferPlan, TransferReport
 from kvoffload.runtime.benefit import NetBenefit
@@ -93,6 +93,7 @@ class SchedulerSide:
         """Each rank's last report. Any thread may read it."""
         self.faults = Faults(self.core, self.bus, self.copies, device)
         self._reported = self.core.state.reported
+        self._unopened: HostCatalog | None = None  # of a host in files, until its opening is published
         self._tiers = TiersSide(
             self.core.state,
             self.core.tier_store,
@@ -272,7 +273,11 @@ class SchedulerSide:
 
     def _take_facts(self, batch: list[object]) -> None:
         """Pass what happened on the lower tiers to the core, and add it to the batch for observers."""
-        for fact in self._tiers.take_facts(self._hook.now):
+        found, host = self._tiers.take_facts(self._hook.now), self._unopened
+        if host is not None and host.opening is None:
+            self._unopened = None
+            batch.append(HostMemoryOpened(host.adoption, host.adopted))
+        for fact in found:
             batch.append(fact)
             self.faults.apply(self.core.handle, fact, batch)
 
@@ -438,6 +443,7 @@ class SchedulerSide:
                 orphan_bytes=config.orphan_bytes,
             )
             self.faults.in_doubt = host.distrust
+            self._unopened = host
         return found | catalogs_of(places, Scheduler(config, ranks, portal, clocks, key))
 
     def _look_at_reset(self, *, is_new: bool = False) -> None:

@@ -79,6 +79,8 @@ class WorkerSide:
         self._tier_key = tier_key
         self._tiers: dict[Tier, TierJobs] = {}
         self._file: HostFile | None = None
+        self._prepared_s = 0.0  # how long it took until all host memory was ready; 0 until then
+        self._reported_s = 0.0  # what the last report had of this time
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
         # The arena, and when pinning its memory began; None after the first step, or if no memory is pinned.
@@ -251,7 +253,7 @@ class WorkerSide:
         taken = [tier.take() for tier in self._tiers.values()] if self._tiers else ()
         below = [report for report in taken if report is not None]
         if self._file is not None:
-            below.insert(0, _file_report(self._file))
+            below.insert(0, self._file_report(self._file))
         report = pump.take_report(is_due=any(each.is_new for each in below))
         return report if report is None or not below else with_tiers(report, below)
 
@@ -291,16 +293,23 @@ class WorkerSide:
             if portal is not self._portal:
                 portal.close()
 
+    def _file_report(self, file: HostFile) -> TierReport:
+        seconds = self._prepared_s
+        is_new, self._reported_s = seconds != self._reported_s, seconds
+        known = SlotsFile(file.id, file.kept, file.previous, seconds)
+        return TierReport((), is_new, TierStatus(Tier.HOST, True, known))
+
     async def _prepare(self, arena: Arena, began: float) -> None:
         """Prepare host memory, and log when the memory is ready. The arena logs a failed allocation."""
         await arena.prepare(with_pauses=arena.layout.is_cuda)
         if arena.refusal is None:
+            self._prepared_s = round(self._clock.monotonic() - began, 3)
             log.info(
                 "host_memory_ready",
                 rank=self._rank,
                 gib=round(arena.ready_slots * arena.layout.slot_bytes / 2**30, 3),
                 blocks=arena.ready_slots,
-                seconds=round(self._clock.monotonic() - began, 3),
+                seconds=self._prepared_s,
             )
 
     def _coroutine_ended(self, pump: TransferPump) -> None:
@@ -313,10 +322,6 @@ class WorkerSide:
         """Return the pump that runs this rank's copies."""
         assert self._pump is not None, "call register() first"
         return self._pump
-
-
-def _file_report(file: HostFile) -> TierReport:
-    return TierReport((), False, TierStatus(Tier.HOST, True, SlotsFile(file.id, file.kept, file.previous)))
 
 
 def with_tiers(report: TransferReport, below: Sequence[TierReport]) -> TransferReport:

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.disk.system import round_up
 from kvoffload.model import events
 from kvoffload.model.causes import (
+    Adoption,
     CopyOutcome,
     Deferral,
     DegradeCause,
@@ -173,6 +174,15 @@ class Catalog(Protocol):
 
     @property
     def faults(self) -> Mapping[RemoteFault, int]: ...
+
+
+class HostFiles(Protocol):
+    """The part of the catalog of host memory in files that metric readers use."""
+
+    orphans_size: int
+
+    @property
+    def adoption(self) -> Adoption: ...
 
 
 class Faults(Protocol):
@@ -461,6 +471,30 @@ def _remote_errors(side: HostSide) -> Series:
     return {(fault.value,): sum(each) for fault, *each in found}
 
 
+def _host_files(side: HostSide) -> HostFiles | None:
+    """Return the catalog of host memory in files; None without `host_path`."""
+    return cast("HostFiles | None", side.catalogs.get(Tier.HOST))
+
+
+def _adoption(side: HostSide) -> Series:
+    files = _host_files(side)
+    return {} if files is None else {(files.adoption.value,): 1}
+
+
+def _orphan_bytes(side: HostSide) -> Series:
+    files = _host_files(side)
+    return {} if files is None else {(): files.orphans_size}
+
+
+def _attach_seconds(side: HostSide) -> Series:
+    """Return the time of the slowest rank, once every rank's memory is ready."""
+    files = [
+        status.file for report in side.reports.values() for status in report.below if status.tier is Tier.HOST
+    ]
+    seconds = [file.seconds for file in files if file is not None]
+    return {(): max(seconds)} if seconds and all(seconds) else {}
+
+
 def _by_direction(numbers: Mapping[Direction, float]) -> Series:
     return {(each.value,): number for each, number in numbers.items()}
 
@@ -514,6 +548,12 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.TierBlocksEvicted: "blocks"}),
     Metric("kvoffload_eviction_age_seconds", "Time since the last use of blocks that were evicted from the host for space. Blocks evicted together count once, with the block that was used last.", Kind.HISTOGRAM, (), "seconds", _AGE_BUCKETS, counts={events.BlocksEvicted: "age_s"}, where=_FOR_SPACE),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.observation.pins.oldest)}),
+    # --- host memory in files ---
+    Metric("kvoffload_host_adoption", "1 for what the start did with the blocks that an earlier engine left in host_path, 0 for the others; all 0 without host_path. All results but opening, adopted and nothing_left say why nothing was adopted.", Kind.GAUGE, (Label("result", Adoption),), "flag", read=_adoption),
+    Metric("kvoffload_adopted_blocks_total", "Blocks of an earlier engine that were found in host memory after the start.", Kind.COUNTER, (), "blocks", counts={events.BlocksAdopted: "blocks"}),
+    Metric("kvoffload_adopted_hit_blocks_total", "Adopted blocks that a load has read; each counts once.", Kind.COUNTER, (), "blocks", counts={events.AdoptedBlocksHit: "blocks"}),
+    Metric("kvoffload_host_attach_seconds", "Time until all host memory in host_path was ready, on the slowest rank; 0 until then. Memory that an earlier engine left is only mapped and pinned.", Kind.GAUGE, (), "seconds", read=_attach_seconds),
+    Metric("kvoffload_host_orphan_bytes", "Bytes of host memory that the files of stopped engines took in host_path when this engine last looked: at its start, and ten minutes later.", Kind.GAUGE, (), "bytes", read=_orphan_bytes),
     # --- time saved and time lost ---
     Metric("kvoffload_first_token_seconds", "Time from a request's arrival to the first step after its first token, by what its last lookup found. Up to one step too long.", Kind.HISTOGRAM, (Label("found", Tier, served=(*LOWER_TIERS, Tier.HOST, Tier.DEVICE, "nothing")),), "seconds", _FIRST_TOKEN_BUCKETS),
     Metric("kvoffload_prefill_seconds_saved_total", "Prefill time that loads saved: loaded tokens times the measured prefill time per token. An estimate.", Kind.COUNTER, (), "seconds", read=lambda side: {(): side.benefit.saved_s}),

@@ -192,17 +192,17 @@ def recurrent_states(block_tokens: int, interval: int | Literal["unknown"] | Non
 
 
 def block_hashes(algorithm: str) -> Check:
-    """Return a check that warns if a lower tier finds blocks by hashes for which collisions can be constructed.
+    """Return a check that warns if later processes find blocks by hashes for which collisions can be constructed.
 
     Args:
         algorithm: vLLM's `prefix_caching_hash_algo`.
     """
 
     def find(setup: Setup) -> Finding:
-        if algorithm in _HASHES or not setup.config.has_tiers:
+        if algorithm in _HASHES or not setup.config.outlives_engine:
             return ok(f"blocks are found by {algorithm}")
         return warn(
-            f"blocks below the host are found by {algorithm}, for which prompts with equal hashes can be searched: a tenant "
+            f"blocks that outlive the engine are found by {algorithm}, for which prompts with equal hashes can be searched: a tenant "
             "who finds some can have KV of one served for the other, also by other engines and after a restart",
             f"start vLLM with --prefix-caching-hash-algo {_HASHES[0]}",
         )

@@ -217,6 +217,28 @@ def test_a_row_has_the_operators_numbers(engine: Engine) -> None:
     assert (offloading, disk) == ("OFF: transfer_dead", "closed")
 
 
+@pytest.mark.parametrize(
+    ("result", "said"),
+    [
+        ("adopted", ", 1,200 adopted, 300 hit"),
+        ("other_kv", ", not adopted: other_kv"),
+        ("nothing_left", ""),
+        ("opening", ""),
+    ],
+)
+def test_the_hosts_cell_says_what_an_earlier_engine_left(engine: Engine, result: str, said: str) -> None:
+    engine.state = {
+        "kvoffload_host_bytes": {("wanted",): 2 << 30, ("reserved",): 2 << 30, ("used",): 1 << 30},
+        "kvoffload_host_adoption": {(result,): 1},
+    }
+    if result == "adopted":
+        engine.bus.publish(events.BlocksAdopted(1200))
+        engine.bus.publish(events.AdoptedBlocksHit(300))
+    [[*_, host, _, _]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
+    assert host == f"50% of 2.0 GiB{said}"
+    assert row(engine.reading(0.0)).adoption == result
+
+
 # -- addresses ------------------------------------------------------------------------------------------------------
 
 
@@ -317,6 +339,7 @@ def test_the_rows_as_json(engine: Engine, capsys: pytest.CaptureFixture[str]) ->
     (seen,) = server_["engines"]
     assert (seen["saved_tokens"], seen["saved_tokens_per_s"]) == (48, 0)
     assert (seen["miss_cause"], seen["disk"], seen["remote"]) == ("evicted", "off", "off")
+    assert (seen["adoption"], seen["adopted_blocks"], seen["adopted_hit_blocks"]) == ("off", 0, 0)
 
 
 # -- on a terminal --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from tests.tooling.scripts import ROOT
 FOLDER = ROOT / "plugins" / "kvoffload_vllm" / "deploy"
 
 
-KUBERNETES = tuple(f"kubernetes/{tier}" for tier in ("base", "disk", "s3", "mooncake"))
+KUBERNETES = tuple(f"kubernetes/{tier}" for tier in ("base", "host-memory", "disk", "s3", "mooncake"))
 PODS = (*KUBERNETES, "llm-d/patch-vllm.yaml")
 ALL = (*PODS, "production-stack-values.yaml")
 
@@ -98,8 +98,8 @@ def test_every_object_that_a_pod_refers_to_is_defined(name: str) -> None:
     for container in [*spec["initContainers"], *spec["containers"]]:
         mounts = {one["mountPath"]: one["name"] for one in container.get("volumeMounts", ())}
         assert set(mounts.values()) <= volumes
-        if "disk_path" in chosen:
-            assert any(chosen["disk_path"].startswith(f"{path}/") for path in mounts)
+        for key in {"disk_path", "host_path"} & chosen.keys():
+            assert any(chosen[key].startswith(f"{path}/") for path in mounts)
         assert container["image"] == "registry.example.com/vllm-kvoffload:0.1.0"
     if account := spec.get("serviceAccountName"):
         assert ("ServiceAccount", account) in names
@@ -173,10 +173,18 @@ def test_the_memory_limit_is_the_documented_sum(name: str) -> None:
     host, weights, processes, shared, total = (int(one) for one in terms)
     for folder in [one for one in PODS if one.partition("/")[0] == name.partition("/")[0]]:
         assert settings(folder)["host_bytes"] == f"{host}GiB"
-        (volume,) = pod(folder)["volumes"]
-        assert volume["emptyDir"]["sizeLimit"] == f"{shared}Gi"
+        volumes = {volume["name"]: volume["emptyDir"] for volume in pod(folder)["volumes"]}
+        assert volumes["shm"]["sizeLimit"] == f"{shared}Gi"
         assert host + weights + processes + shared == total
         assert containers(folder)[1]["resources"]["limits"]["memory"] == f"{total}Gi"
+
+
+def test_the_memory_volume_has_room_for_host_memory_and_its_table() -> None:
+    name = "kubernetes/host-memory"
+    (volume,) = [one["emptyDir"] for one in pod(name)["volumes"] if one["name"] == "host-memory"]
+    host = int(settings(name)["host_bytes"].removesuffix("GiB"))
+    assert volume["medium"] == "Memory"
+    assert host < int(volume["sizeLimit"].removesuffix("Gi")) <= 1.02 * host
 
 
 def test_production_stack_has_the_manifests_memory_and_prefix_caching() -> None:

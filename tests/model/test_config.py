@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -50,6 +51,9 @@ def test_host_memory_has_no_default_and_the_error_says_what_to_give(raw: dict) -
 
 RAW = {  # a value for each setting
     "host_bytes": "2GiB",
+    "host_path": "/dev/shm/kvoffload",
+    "host_keep": False,
+    "host_orphan_bytes": "1GiB",
     "store_policy": "lazy",
     "min_load_tokens": 0,
     "verify": "off",
@@ -75,8 +79,8 @@ RAW = {  # a value for each setting
 def test_every_setting_can_be_set() -> None:
     assert list(RAW) == list(SETTINGS)
     assert set(ALIASES.values()) <= set(SETTINGS)
-    sizes = {"host_bytes": 2**31, "disk_bytes": 2**40, "journal_max_bytes": 2**26}
-    paths = {key: Path(str(RAW[key])) for key in ("disk_path", "tier_key_file", "journal_path")}
+    sizes = {"host_bytes": 2**31, "host_orphan_bytes": 2**30, "disk_bytes": 2**40, "journal_max_bytes": 2**26}
+    paths = {key: Path(str(RAW[key])) for key in ("host_path", "disk_path", "tier_key_file", "journal_path")}
     assert asdict(parse_config(RAW)) == {**RAW, **sizes, **paths}
 
 
@@ -85,12 +89,36 @@ def test_every_setting_is_described_with_its_default() -> None:
     assert all(one.meaning and one.allowed for one in SETTINGS.values())
     defaults = {
         "host_bytes": "must be given",
+        "host_path": "memory that ends with the engine",
+        "host_orphan_bytes": "host_bytes and an eighth",
         "min_load_tokens": "one block",
         "disk_bytes": "64.0 GiB",
         "transfer_timeout_s": "30.0",
         "recurrent_prefix_boundaries": "true",
     }
     assert {name: SETTINGS[name].default for name in defaults} == defaults
+
+
+@pytest.mark.parametrize(
+    ("settings", "outlives"),
+    [
+        ({}, False),
+        ({"host_path": Path("/m")}, True),
+        ({"disk_path": Path("/d")}, True),
+        ({"remote_url": "s3://b"}, True),
+    ],
+)
+def test_blocks_outlive_the_engine_in_files_and_in_lower_tiers(
+    settings: dict[str, Any], outlives: bool
+) -> None:
+    assert OffloadConfig(host_bytes=1, **settings).outlives_engine is outlives
+
+
+@pytest.mark.parametrize(("settings", "allowed"), [({}, 72), ({"host_orphan_bytes": 5}, 5)])
+def test_stopped_engines_may_keep_a_little_more_than_one_engine_has(
+    settings: dict[str, Any], allowed: int
+) -> None:
+    assert OffloadConfig(host_bytes=64, **settings).orphan_bytes == allowed
 
 
 @pytest.mark.parametrize(
@@ -158,6 +186,9 @@ BAD: dict[str, list[object]] = {
     "batch_copies": ["on", True, None],
     "journal_path": ["", "a\0b", 3, None, b"x"],
     "journal_max_bytes": [0, "much", None],
+    "host_path": ["", "a\0b", 3, None],
+    "host_keep": ["no", 0, None],
+    "host_orphan_bytes": [0, "lots", None],
     "disk_path": ["", "a\0b", 3, None],
     "disk_bytes": [0, "lots", None],
     "disk_min_hits": [-1, 1.0, "1", True, None],
@@ -285,7 +316,7 @@ HUGE = {
 @pytest.mark.parametrize("key", [*SETTINGS, *ALIASES])
 @pytest.mark.parametrize("value", HUGE.values(), ids=HUGE)
 def test_no_value_is_too_large_or_too_deep_to_be_refused(key: str, value: object) -> None:
-    if key in ("journal_path", "disk_path", "tier_key_file") and isinstance(value, str):
+    if key in ("host_path", "journal_path", "disk_path", "tier_key_file") and isinstance(value, str):
         assert getattr(parse_config({**GIVEN, key: value}), key) == Path(value)
         return
     (problem,) = problems({**without(ALIASES.get(key, key)), key: value})

@@ -20,6 +20,8 @@ from kvoffload.model.causes import (
     TierOutcome,
 )
 from kvoffload.model.events import (
+    AdoptedBlocksHit,
+    BlocksAdopted,
     BlocksEvicted,
     BlocksOffered,
     BlocksZeroed,
@@ -104,6 +106,8 @@ def test_copies_are_counted_per_tier() -> None:
         (LoadScheduled(JOB, A, 5, 80), "load_scheduled_blocks_total", (), 5),
         (LoadEnded(JOB, A, 5, LoadOutcome.CORRUPT), "load_blocks_total", ("corrupt",), 5),
         (BlocksEvicted(5, EvictionCause.SPACE), "evicted_blocks_total", ("host", "space"), 5),
+        (BlocksAdopted(5), "adopted_blocks_total", (), 5),
+        (AdoptedBlocksHit(5), "adopted_hit_blocks_total", (), 5),
         (BlocksZeroed(5), "stale_blocks_zeroed_total", (), 5),
         (ResetStarted(1, 2, 3, 4), "resets_total", (), 1),
         (FactRejected(RejectionCause.UNKNOWN_JOB), "contract_violations_total", ("unknown_job",), 1),

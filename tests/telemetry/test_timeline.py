@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from kvoffload.model import events
-from kvoffload.model.causes import CopyOutcome, EvictionCause, LoadOutcome, PinDropCause
+from kvoffload.model.causes import Adoption, CopyOutcome, EvictionCause, LoadOutcome, PinDropCause
 from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry.records import Record, Summary
@@ -200,6 +200,19 @@ def test_evictions_and_pins_are_drawn_as_instants() -> None:
     assert picture.instants("scheduler/host memory") == [("BlocksEvicted", 0)]
     assert picture.args("BlocksEvicted") == {"blocks": 3, "cause": "space", "age_s": 0.0}
     assert picture.instants("requests/request") == [("HitDropped", 10)]
+
+
+def test_what_a_start_adopted_is_drawn_at_host_memory() -> None:
+    opened = events.HostMemoryOpened(Adoption.ADOPTED, 9)
+    picture = Picture(
+        journal((0, opened), (0.01, events.BlocksAdopted(9)), (0.02, events.AdoptedBlocksHit(4)))
+    )
+    assert picture.instants("scheduler/host memory") == [
+        ("HostMemoryOpened", 0),
+        ("BlocksAdopted", 10),
+        ("AdoptedBlocksHit", 20),
+    ]
+    assert picture.args("HostMemoryOpened") == {"adoption": "adopted", "blocks": 9}
 
 
 def test_open_spans_are_drawn_to_the_end_of_the_journal() -> None:

@@ -24,7 +24,7 @@ NEEDS = {"a GPU", "a cluster", "a package index", "Docker", "SGLang", "vLLM"}
 RUN = [page for page in PAGES if page != ROOT / "README.md" and any(not one.needs for one in blocks(page))]
 assert {"check.md", "watch.md"} <= {page.name for page in RUN}
 
-DEMOS = {"disk.md", "store.md"}
+DEMOS = {"disk.md", "host-memory.md", "store.md"}
 """The demos on these pages run only in the full suite. tests/cli runs shorter demos."""
 
 

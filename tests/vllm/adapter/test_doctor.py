@@ -137,7 +137,12 @@ def test_hashes_with_findable_collisions_and_hits_that_end_late_are_warnings(
     assert text in found[1]
 
 
-def test_without_a_lower_tier_any_hash_is_ok(tmp_path: Path) -> None:
+def test_host_memory_in_files_needs_hashes_without_findable_collisions(tmp_path: Path) -> None:
+    known = setup(host_path=tmp_path)
+    assert ask((doctor.block_hashes("xxhash"),), "block hashes", known, machine(tmp_path))[0] == "warning"
+
+
+def test_if_no_block_outlives_the_engine_any_hash_is_ok(tmp_path: Path) -> None:
     assert ask((doctor.block_hashes("xxhash"),), "block hashes", setup(), machine(tmp_path))[0] == "ok"
 
 
