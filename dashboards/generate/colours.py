@@ -45,7 +45,7 @@ COLOURS: dict[str, str] = {
     # seconds saved and lost
     "saved": GREEN, "waited": YELLOW, "interference": ORANGE, "net": BLUE, "break-even": GREY, "prefill": "#7fb3ea",
     # host memory in files
-    "adopted": GREEN, "nothing_left": GREY, "table_refused": ORANGE, "other_kv": "#a06bc9", "not_identified": "#c4601a",
+    "adopted": GREEN, "nothing_left": GREY, "table_refused": ORANGE, "other_kv": "#3f7fbf", "not_identified": "#c4601a",
     "adopted blocks": BLUE, "adopted and read": GREEN, "attach": BLUE, "stopped engines": GREY,
     # health
     "loads failed": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",

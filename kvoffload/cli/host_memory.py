@@ -61,7 +61,7 @@ def _find(root: Path) -> list[Kept]:
         CommandError: `root` cannot be read.
         ConfigError: `root` is not on a tmpfs.
     """
-    from kvoffload.node.folder import Owner, check_file_system, list_kept
+    from kvoffload.node.folder import check_file_system, list_kept
 
     try:
         os.listdir(root)
@@ -69,8 +69,7 @@ def _find(root: Path) -> list[Kept]:
     except OSError as error:
         problem = f"{root} cannot be read ({error.strerror}): give the path that the setting host_path names"
         raise CommandError(problem) from error
-    # In a folder without an owner no engine has begun, so it may be somebody's own.
-    return [kept for kept in list_kept(root) if kept.owner != Owner("")]
+    return list_kept(root)
 
 
 def _chosen(found: Sequence[Kept], args: argparse.Namespace) -> list[Kept]:

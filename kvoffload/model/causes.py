@@ -137,7 +137,8 @@ class Adoption(Cause):
     OPENING = "opening"  # not decided yet: the ranks open their files, or the KV is being identified
     ADOPTED = "adopted"
     NOTHING_LEFT = "nothing_left"  # no engine of this kind has left a block in the folder
-    # the table is closed by a reset, damaged, from before the machine started, or about other files of the ranks
+    RESET = "reset"  # the earlier engine was reset, or it switched offloading off
+    # the table is damaged, from before the machine started, or about other files of the ranks
     TABLE_REFUSED = "table_refused"
     OTHER_KV = "other_kv"  # the blocks are of other weights, settings or versions
     NOT_IDENTIFIED = "not_identified"  # the weights were not identified in time

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,9 @@ from kvoffload.model.errors import ConfigError, DiskError
 from kvoffload.node.processes import Process, may_run, this_process
 
 _CLAIMS, _LOCK, _OWNER = "claims", "lock", "owner.json"
+_DESCRIPTION = "identity.json"
+# the files that engines make in their folders
+_OURS = re.compile(r"lock|notes|(rank|sums)\d+|(owner\.json|identity\.json|table)(\.new)?")
 _LONGEST_OWNER = 2**20
 _TRIES, _PAUSE_S = 200, 0.05  # how often, and after which pause, a process tries to lock `claims`
 _FILE_SYSTEM = "tmpfs"
@@ -142,7 +146,7 @@ def file_system_of(path: Path) -> str | None:
 def free_bytes(root: Path) -> int:
     """Return how many bytes the file system of `root` has left."""
     found = os.statvfs(root)
-    return found.f_bavail * found.f_frsize
+    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize  # a tmpfs may have no limit
 
 
 def check_free(root: Path, needed: int) -> None:
@@ -242,6 +246,14 @@ def _read_owner(folder: OpenFolder) -> Owner:
         return Owner("", (Process(0, 0, "unknown"),))
 
 
+def describe(folder: OpenFolder, identity: KVIdentity) -> None:
+    """Write what the KV in a claimed folder depends on, for people."""
+    parts = {"fingerprint": identity.fingerprint, **identity.as_parts()}
+    with os.fdopen(folder.make_file(f"{_DESCRIPTION}.new"), "wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(parts), indent=2))
+    folder.rename(f"{_DESCRIPTION}.new", _DESCRIPTION)
+
+
 def _write_owner(folder: OpenFolder, owner: Owner) -> None:
     new = f"{_OWNER}.new"
     with os.fdopen(folder.make_file(new), "wb") as file:
@@ -259,7 +271,7 @@ class Kept:
     Args:
         path: the folder.
         size: bytes of memory that its files take.
-        used_at: when an engine last began to use it, in seconds since 1970.
+        used_at: when a process of an engine last began or ended to use it, in seconds since 1970.
         owner: who uses or used it.
         is_orphan: whether no engine uses it.
     """
@@ -272,29 +284,48 @@ class Kept:
 
 
 def list_kept(root: Path) -> list[Kept]:
-    """Return all engines' folders below `host_path`, the least recently begun first. Folders of other users are left out."""
+    """Return all engines' folders below `host_path`, the least recently used first.
+
+    What engines have not made, and what belongs to other users, is left out and left as it is.
+    """
     found = list[Kept]()
     with suppress(OSError):
         for path in root.iterdir():
+            if not _is_kind(path):
+                continue
             with suppress(OSError, DiskError), open_folder(path) as kind, _choosing(kind):
-                found += [_kept(kind, number) for number in _numbers(kind)]
+                found += [
+                    _kept(path / str(number)) for number in _numbers(kind) if _is_engine(path / str(number))
+                ]
     return sorted(found, key=lambda kept: kept.used_at)
 
 
-def _kept(kind: OpenFolder, number: int) -> Kept:
-    with kind.make(str(number)) as folder:
-        used_at = 0.0  # for a folder without an owner yet
-        with suppress(FileNotFoundError):
-            used_at = os.stat(_OWNER, dir_fd=folder.descriptor).st_mtime
-        return Kept(folder.path, _bytes_in(folder.path), used_at, _read_owner(folder), _is_free(folder))
+def _is_kind(path: Path) -> bool:
+    return not path.is_symlink() and (path / _CLAIMS).is_file() and path.stat().st_uid == os.geteuid()
+
+
+def _is_engine(path: Path) -> bool:
+    return not path.is_symlink() and (path / _OWNER).is_file()
+
+
+def _kept(path: Path) -> Kept:
+    with open_folder(path) as folder:
+        used_at = os.stat(_OWNER, dir_fd=folder.descriptor).st_mtime
+        return Kept(path, _bytes_in(path), used_at, _read_owner(folder), _is_free(folder))
 
 
 def remove_kept(kept: Kept) -> bool:
-    """Remove an orphan; return False if an engine uses it by now, or if it cannot be removed."""
+    """Remove an orphan; return False if an engine uses it by now, or if it cannot be removed.
+
+    Files that engines do not make stay, and the folder with them.
+    """
     try:
         with open_root(kept.path.parent) as kind, _choosing(kind), open_folder(kept.path) as folder:
             folder.lock = _locked(folder, fcntl.LOCK_EX)
-            shutil.rmtree(kept.path)
+            for name in os.listdir(folder.descriptor):
+                if _OURS.fullmatch(name):
+                    folder.unlink(name)
+            kept.path.rmdir()
     except (BlockingIOError, FileNotFoundError):
         return False
     except (OSError, DiskError) as error:

@@ -4,7 +4,7 @@
     | sequence of each slot | time of each slot's last use | record of each slot: check, length, key  |
 
 A slot's sequence number is odd while a copy may write the slot, and even otherwise. It grows with every change, and of
-two slots, the one that was published later has the larger one. So a slot is *struck* before a plan lets workers write to it, and *published* when every rank has written it: first the
+two slots, the one that was published later has the larger one. So a slot is *invalidated* before a plan lets workers write to it, and *published* when every rank has written it: first the
 record, then the number. A record counts only if its number is even, if it has a key, and if its check fits key, slot
 and generation. A closed table has another magic: after a reset, nothing in it counts any more.
 
@@ -46,16 +46,18 @@ _NUMBER_BYTES = 8
 
 
 class NotATable(Exception):
-    """Raised when an earlier process's table names no blocks that count. The message says why.
+    """Raised when an earlier process's table names no blocks that count.
 
     Args:
-        reason: why.
-        struck: slots that a copy of the earlier process may still write.
+        reason: why, as the message says.
+        unsettled: slots that a copy of the earlier process may still write.
+        was_closed: whether the earlier process closed the table.
     """
 
-    def __init__(self, reason: str, struck: Sequence[SlotId] = ()) -> None:
+    def __init__(self, reason: str, unsettled: Sequence[SlotId] = (), *, was_closed: bool = False) -> None:
         super().__init__(reason)
-        self.struck = struck
+        self.unsettled = unsettled
+        self.was_closed = was_closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +86,14 @@ class Left:
         slots: slots with a block, the least recently used first.
         keys: the blocks' keys.
         used_at: when each block was last used, in seconds of the machine's monotonic clock.
-        struck: slots that a copy of the earlier process may still write.
+        unsettled: slots that a copy of the earlier process may still write.
     """
 
     header: TableHeader
     slots: list[SlotId]
     keys: list[BlockKey]
     used_at: list[float]
-    struck: list[SlotId]
+    unsettled: list[SlotId]
 
 
 class HostTable:
@@ -130,8 +132,8 @@ class HostTable:
         if left is not None:
             for slot, key, used_at in reversed([*zip(left.slots, left.keys, left.used_at, strict=True)]):
                 table.publish(slot, key, used_at)
-            for slot in left.struck:
-                table.strike(slot)
+            for slot in left.unsettled:
+                table.invalidate(slot)
         table._write_header()
         folder.rename(_NEW, TABLE_NAME)
         return table
@@ -141,7 +143,7 @@ class HostTable:
         self.header = TableHeader(self.header.slots, self.header.files, fingerprint, self.header.generation)
         self._write_header()
 
-    def strike(self, slot: SlotId) -> None:
+    def invalidate(self, slot: SlotId) -> None:
         """Record that copies may write a slot from now on, so that its bytes are of no block."""
         self._numbers[slot] |= 1
 
@@ -195,20 +197,20 @@ def read_table(folder: OpenFolder, files: tuple[bytes, ...]) -> Left | None:
             data = file.read()
     except FileNotFoundError:
         return None
-    header, reason = _read_header(data)
+    header, was_closed = _read_header(data)
     first, numbers = _places(header)
     if len(data) < _size(header):
         raise NotATable(f"its {len(data)} bytes end before the last of {header.slots} slots")
     sequence = np.frombuffer(data, np.uint64, header.slots, first)
-    is_struck = sequence & np.uint64(1) == 1
-    struck: list[SlotId] = np.flatnonzero(is_struck).tolist()  # type: ignore[assignment]  # numbers of slots
-    if reason is None and header.files != files:
-        reason = "it is about other files of the ranks"
-    if reason is not None:
-        raise NotATable(reason, struck)
+    is_unsettled = sequence & np.uint64(1) == 1
+    unsettled: list[SlotId] = np.flatnonzero(is_unsettled).tolist()  # type: ignore[assignment]  # numbers of slots
+    if was_closed:
+        raise NotATable("the engine before was reset, or its state was in doubt", unsettled, was_closed=True)
+    if header.files != files:
+        raise NotATable("it is about other files of the ranks", unsettled)
     used_at = np.frombuffer(data, np.float64, header.slots, first + numbers)
     slots, keys = _blocks(
-        data, first + 2 * numbers, np.flatnonzero(~is_struck & (sequence > 0)).tolist(), header
+        data, first + 2 * numbers, np.flatnonzero(~is_unsettled & (sequence > 0)).tolist(), header
     )
     found = np.array(slots, np.int64)
     # Among blocks used at once, the parents were published first, and must be evicted last (R15).
@@ -218,7 +220,7 @@ def read_table(folder: OpenFolder, files: tuple[bytes, ...]) -> Left | None:
         found[order].tolist(),
         [keys[place] for place in order.tolist()],
         used_at[found][order].tolist(),
-        struck,
+        unsettled,
     )
 
 
@@ -262,8 +264,8 @@ def _packed(header: TableHeader) -> bytes:
     return packed + _SUM.pack(xxh3_64_intdigest(packed))
 
 
-def _read_header(data: bytes) -> tuple[TableHeader, str | None]:
-    """Return a table's header, and why none of the table's blocks counts, or None.
+def _read_header(data: bytes) -> tuple[TableHeader, bool]:
+    """Return a table's header, and whether the table was closed.
 
     Raises:
         NotATable: there is no header, or it is damaged.
@@ -283,7 +285,7 @@ def _read_header(data: bytes) -> tuple[TableHeader, str | None]:
         raise NotATable("its header is damaged")
     if boot != boot_id().encode():
         raise NotATable("it is from before the machine started")
-    return header, "the engine before was reset, or its state was in doubt" if magic == _CLOSED else None
+    return header, magic == _CLOSED
 
 
 def _places(header: TableHeader) -> tuple[int, int]:

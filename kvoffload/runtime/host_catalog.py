@@ -34,7 +34,7 @@ from kvoffload.model.causes import Adoption, RemoteFault
 from kvoffload.model.errors import reason_of
 from kvoffload.model.ids import BlockKey, Rank, SlotId
 from kvoffload.model.wire import Put, SlotsFile, Tier, TransferReport
-from kvoffload.node.folder import Claim, HostPlace, bound_orphans, list_kept
+from kvoffload.node.folder import Claim, HostPlace, bound_orphans, describe, list_kept
 from kvoffload.node.processes import may_run
 from kvoffload.node.table import HostTable, Left, NotATable, TableHeader, read_table, remove_table
 from kvoffload.runtime.portal import Portal
@@ -119,7 +119,9 @@ class HostCatalog:
         self._blocks = _Blocks.none()
         self._ready = 0  # how many slots the core has got so far
         self._end = 0  # all slots from here on are free
-        self._struck: list[SlotId] = []  # slots that the core has not got, because an old copy may write them
+        self._unsettled: list[
+            SlotId
+        ] = []  # slots that the core has not got, because an old copy may write them
         self._looking: Future[None] | None = None
 
     # -- on the engine's thread ---------------------------------------------------------------------------------
@@ -181,7 +183,7 @@ class HostCatalog:
                 elif is_unwritten:
                     table.free(slot)
                 else:
-                    table.strike(slot)
+                    table.invalidate(slot)
         except Exception as error:
             log.error("host_table_closed", reason=reason_of(error), note="the next process finds no blocks")
             self.distrust()
@@ -242,8 +244,9 @@ class HostCatalog:
             if self._left is None:
                 self._begin(None)
         except NotATable as error:
-            self._say_not_adopted(Adoption.TABLE_REFUSED, f"the table does not count: {error}")
-            self._begin(None, error.struck)
+            cause = Adoption.RESET if error.was_closed else Adoption.TABLE_REFUSED
+            self._say_not_adopted(cause, f"the table does not count: {error}")
+            self._begin(None, error.unsettled)
         self._identity.add_done_callback(
             lambda found: self._is_closed or self._do(partial(self._identified, found))
         )
@@ -255,8 +258,9 @@ class HostCatalog:
             return
         if self._left is not None:
             self._decide(identity.fingerprint)
-        if self._table is not None:
+        if self._table is not None and self._claim is not None:
             self._table.identify(identity.fingerprint)
+            describe(self._claim.folder, identity)
 
     def _decide(self, fingerprint: str | None) -> None:
         """Decide what the core adopts, once the KV's fingerprint is known, or because it takes too long (None)."""
@@ -268,7 +272,8 @@ class HostCatalog:
         elif fingerprint != left.header.fingerprint:
             self._say_not_adopted(Adoption.OTHER_KV, "it is KV of other weights, settings or versions")
         self._begin(
-            left if fingerprint is not None and fingerprint == left.header.fingerprint else None, left.struck
+            left if fingerprint is not None and fingerprint == left.header.fingerprint else None,
+            left.unsettled,
         )
 
     def _say_not_adopted(self, cause: Adoption, reason: str) -> None:
@@ -299,19 +304,19 @@ class HostCatalog:
                 in_use_bytes=sum(kept.size for kept in others) - self.orphans_size,
             )
 
-    def _begin(self, left: Left | None, struck: Sequence[SlotId] = ()) -> None:
+    def _begin(self, left: Left | None, unsettled: Sequence[SlotId] = ()) -> None:
         """Begin this process's table, with the blocks of the process before or none."""
         assert self._claim is not None
         slots = min(each.wanted_slots for each in self._reports.values())
         kept = min(file.slots for file in self._files.values())
-        self._struck = [slot for slot in struck if slot < kept]
+        self._unsettled = [slot for slot in unsettled if slot < kept]
         self._blocks = _Blocks.none() if left is None else _Blocks.of(left, kept)
         self.adopted = len(self._blocks.slots)
-        self._end = 1 + max([*self._struck, *self._blocks.slots.tolist()], default=-1)
+        self._end = 1 + max([*self._unsettled, *self._blocks.slots.tolist()], default=-1)
         header = TableHeader(slots, tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks)))
         if self._is_trusted:
             self._table = HostTable.create(
-                self._claim.folder, header, self._blocks.left(header, self._struck)
+                self._claim.folder, header, self._blocks.left(header, self._unsettled)
             )
             self.on_open(self._claim.folder, slots)
         if not self._is_trusted:  # there was a reset meanwhile, on the engine's thread
@@ -333,7 +338,7 @@ class HostCatalog:
         self._ready = ready
         if first < end:
             slots, keys = self._blocks.within(first, end)
-            taken = {*slots, *self._struck}
+            taken = {*slots, *self._unsettled}
             # The last free slots are used first. Low slots are used first, because they stay if `host_bytes` shrinks.
             free = [SlotId(slot) for slot in range(end - 1, first - 1, -1) if slot not in taken]
             for start in range(0, max(len(slots), 1), _PART):
@@ -345,16 +350,16 @@ class HostCatalog:
         self.arrived.append(partial(facts.HostGrown, ready, is_last))
 
     def _look(self) -> None:
-        """Write times of use, and give the core the struck slots once no old process can write them."""
+        """Write times of use, and give the core the unsettled slots once no old process can write them."""
         table = self._table
         if table is not None:
             for first in range(0, min(len(self._used_at) - 1, table.header.slots), _TIMES):
                 table.use(first, np.array(self._used_at[first : first + _TIMES]))
-        if self._struck and self.opening is None and self._claim is not None:
+        if self._unsettled and self.opening is None and self._claim is not None:
             states = {may_run(process) for process in self._claim.former}
-            free = tuple([slot for slot in self._struck if slot < self._ready])
+            free = tuple([slot for slot in self._unsettled if slot < self._ready])
             if states <= {False} and free:
-                self._struck = [slot for slot in self._struck if slot >= self._ready]
+                self._unsettled = [slot for slot in self._unsettled if slot >= self._ready]
                 self.arrived.append(partial(facts.TierRestored, Tier.HOST, self._ready, free=free))
 
     async def _look_now_and_then(self) -> None:
@@ -392,9 +397,9 @@ class _Blocks:
         places = [place for place, slot in enumerate(left.slots) if slot < kept]
         return cls(*[[column[place] for place in places] for column in (left.slots, left.keys, left.used_at)])  # type: ignore[arg-type]
 
-    def left(self, header: TableHeader, struck: list[SlotId]) -> Left:
+    def left(self, header: TableHeader, unsettled: list[SlotId]) -> Left:
         """Return what the new table has from the start."""
-        return Left(header, self.slots.tolist(), self.keys, self.used_at, struck)
+        return Left(header, self.slots.tolist(), self.keys, self.used_at, unsettled)
 
     def within(self, first: int, end: int) -> tuple[list[SlotId], list[BlockKey]]:
         """Return the slots from `first` to `end`, and their keys."""

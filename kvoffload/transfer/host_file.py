@@ -138,7 +138,7 @@ class HostFile:
         return PAGE + first // self.shape.chunk_slots * self.shape.pitch
 
     def remove(self) -> None:
-        """Remove the file's name. The memory stays until nobody maps it."""
+        """Remove the file's name. The memory stays until no process maps it."""
         for name in (_name(self.shape.rank), _sums_name(self.shape.rank)):
             self._claim.folder.unlink(name)
 

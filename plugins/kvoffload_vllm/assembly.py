@@ -39,6 +39,8 @@ from kvoffload_vllm.support import find_retention
 from kvoffload_vllm.worker import VllmWorker
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -63,8 +65,7 @@ def start_scheduler(
     identification = _identification(vllm_config, config, groups, key)
     places: Places = {}
     if identification is not None:
-        names = _replica(vllm_config), engine_name(vllm_config)
-        places = places_of(config, identification.identify, *names)
+        places = _places(vllm_config, config, identification.identify)
     device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
     offload = SchedulerSide(
         groups.shape,
@@ -132,7 +133,7 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
         parallel.world_size,
         config,
         portal,
-        places=places_of(config, identity.result, _replica(vllm_config), engine_name(vllm_config)),
+        places=_places(vllm_config, config, identity.result),
         local_ranks=local_ranks,
         tier_key=key,
     )
@@ -155,6 +156,11 @@ def join_logging() -> None:
         ours.addHandler(handler)
     ours.setLevel(theirs.getEffectiveLevel())
     ours.propagate = False
+
+
+def _places(vllm_config: VllmConfig, config: OffloadConfig, identify: Callable[[], KVIdentity]) -> Places:
+    name = None if config.host_path is None else engine_name(vllm_config)
+    return places_of(config, identify, _replica(vllm_config), name)
 
 
 def _replica(vllm_config: VllmConfig) -> int:

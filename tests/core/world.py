@@ -314,9 +314,9 @@ class World:
         self.core = self._make_core(Policy(policy, least, keeps_host=keeps))
         self.host: list[dict[SlotId, BlockKey]] = [{} for _ in self.ranks] if kept is None else kept.host
         self.table: dict[SlotId, BlockKey] = {} if kept is None else kept.table
-        self.struck: set[SlotId] = set() if kept is None else kept.struck
+        self.unsettled: set[SlotId] = set() if kept is None else kept.unsettled
         """Slots that a copy may write, as far as the table says."""
-        self.withheld = set(self.struck)
+        self.withheld = set(self.unsettled)
         """Slots that the core does not get before the processes of the engine before are gone."""
         self.late_writes: set[SlotId] = set() if kept is None else kept.late_writes
         """Slots that a copy of a killed engine may still write."""
@@ -400,13 +400,13 @@ class World:
             return
         for slot, key, is_unwritten in self.core.state.pool.take_for_catalog():
             self.table.pop(slot, None)
-            self.struck.discard(slot)
+            self.unsettled.discard(slot)
             if self.is_table_closed:
                 continue
             if key is not None:
                 self.table[slot] = key
             elif not is_unwritten:
-                self.struck.add(slot)
+                self.unsettled.add(slot)
 
     def close_table(self) -> None:
         self.is_table_closed = True
@@ -417,7 +417,7 @@ class World:
         written = {slot for copy in self.copies.values() for slot in slots_written(copy.job)}
         assert not written & self.table.keys(), "the table names a slot that a copy writes"
         if self.keeps and not self.is_table_closed:
-            assert written <= self.struck, "the table does not say that a copy writes the slot"
+            assert written <= self.unsettled, "the table does not say that a copy writes the slot"
         pool = self.core.state.pool
         for slot, key in self.table.items():
             is_known = slot >= pool.capacity or pool.indexed_key(slot) == key
@@ -457,7 +457,7 @@ class World:
         self.late_writes.clear()
         free = tuple(sorted(slot for slot in self.withheld if slot < self.ready))
         self.withheld.clear()
-        self.struck.difference_update(free)
+        self.unsettled.difference_update(free)
         self.tell(facts.TierRestored(Tier.HOST, self.ready, free=free))
 
     # -- requests -----------------------------------------------------------------------------------------------

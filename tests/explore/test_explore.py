@@ -58,9 +58,9 @@ SHOWN_IN = {
     "r17_missing_value_counts_as_fetched": "sharing a fetch from the store",
     "r17_lost_store_is_used": "a store that is lost",
     "r18_hints_outlive_their_generation": "a store that is lost",
-    "r19_slot_is_not_struck": "churn of what is found again",
-    "r19_published_before_the_last_rank": "stores on two ranks, found again",
-    "r19_corrupt_slot_stays_in_the_table": "a load of what is found again",
+    "r20_slot_is_not_invalidated": "churn of what is found again",
+    "r20_published_before_the_last_rank": "stores on two ranks, found again",
+    "r20_corrupt_slot_stays_in_the_table": "a load of what is found again",
 }
 """For each disabled rule, a world whose exploration detects it."""
 

@@ -305,7 +305,7 @@ def r18_generation_stays_at_a_reset() -> list[Patch]:
     return [(RemoteCatalog, "reset", _nothing)]
 
 
-def r19_slot_is_not_struck() -> list[Patch]:
+def r20_slot_is_not_invalidated() -> list[Patch]:
     real = SlotPool.reserve
 
     def reserve(self: SlotPool, keys: Sequence[BlockKey]) -> tuple[list[SlotId], Sequence[BlockKey]]:
@@ -318,7 +318,7 @@ def r19_slot_is_not_struck() -> list[Patch]:
     return [(SlotPool, "reserve", reserve)]
 
 
-def r19_published_before_the_last_rank() -> list[Patch]:
+def r20_published_before_the_last_rank() -> list[Patch]:
     def take(self: SlotPool) -> list[tuple[SlotId, BlockKey | None, bool]]:
         slots = dict.fromkeys(self.for_catalog or ())
         if self.for_catalog is not None:
@@ -328,7 +328,7 @@ def r19_published_before_the_last_rank() -> list[Patch]:
     return [(SlotPool, "take_for_catalog", take)]
 
 
-def r19_corrupt_slot_stays_in_the_table() -> list[Patch]:
+def r20_corrupt_slot_stays_in_the_table() -> list[Patch]:
     real = SlotPool.quarantine
 
     def quarantine(self: SlotPool, slot: SlotId) -> bool:
@@ -341,11 +341,11 @@ def r19_corrupt_slot_stays_in_the_table() -> list[Patch]:
     return [(SlotPool, "quarantine", quarantine)]
 
 
-def r19_reset_leaves_the_table() -> list[Patch]:
+def r20_reset_leaves_the_table() -> list[Patch]:
     return [(HostCatalog, "reset", lambda self: True)]
 
 
-def r19_table_of_other_weights_counts() -> list[Patch]:
+def r20_table_of_other_weights_counts() -> list[Patch]:
     real = HostCatalog._decide
 
     def decide(self: HostCatalog, fingerprint: str | None) -> None:
@@ -355,15 +355,15 @@ def r19_table_of_other_weights_counts() -> list[Patch]:
     return [(HostCatalog, "_decide", decide)]
 
 
-def r19_struck_slots_are_given_out_at_once() -> list[Patch]:
+def r20_unsettled_slots_are_given_out_at_once() -> list[Patch]:
     return [(host_catalog, "may_run", lambda process: False)]
 
 
-def r19_files_keep_their_ids() -> list[Patch]:
+def r20_files_keep_their_ids() -> list[Patch]:
     return [(host_file, "_new_id", lambda: bytes([1]) * 16)]
 
 
-def r19_table_before_doubt_counts() -> list[Patch]:
+def r20_table_before_doubt_counts() -> list[Patch]:
     return [(HostCatalog, "distrust", _nothing)]
 
 

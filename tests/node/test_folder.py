@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,13 +162,35 @@ def test_memory_in_use_is_never_removed(shared_memory: Path) -> None:
     assert not remove_kept(kept)
 
 
-def test_only_engines_folders_are_listed(shared_memory: Path) -> None:
+def test_what_engines_have_not_made_is_neither_listed_nor_changed_nor_removed(shared_memory: Path) -> None:
     (shared_memory / "weights.json").touch()
-    (shared_memory / "somebody's").mkdir(mode=0o755)
-    (shared_memory / "somebody's" / "0").touch()
+    for name in ("photos/2026", "photos/1", "linked"):
+        (shared_memory / name).mkdir(parents=True)
+        (shared_memory / name / "one").write_bytes(bytes(9000))
+    for path in (shared_memory / "photos", *(shared_memory / "photos").iterdir()):
+        path.chmod(0o755)
     (path,) = orphans(shared_memory, 5000)
+    (path.parent / "7").mkdir()
+    (path.parent / "7" / "mine").touch()
+    (path.parent / "8").symlink_to(shared_memory / "linked")
+    (shared_memory / "linked" / "owner.json").touch()
+
+    def look() -> dict[Path, int]:
+        return {each: each.lstat().st_mode for each in shared_memory.rglob("*") if not each.is_relative_to(path)}
+
+    before = look()
     assert [kept.path for kept in list_kept(shared_memory)] == [path]
+    (path / "a letter").touch()
+    bound_orphans(shared_memory, 0)
+    make_room(place(shared_memory, "mine"), lambda: True)
+    assert look() == before
+    assert [each.name for each in path.iterdir()] == ["a letter"]
     assert list_kept(shared_memory / "missing") == []
+
+
+def test_a_tmpfs_without_a_limit_has_room(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096))
+    check_free(shared_memory, 2**60)
 
 
 def test_a_tmpfs_that_is_too_small_is_an_error_that_says_how_to_enlarge_it(shared_memory: Path) -> None:

@@ -100,7 +100,7 @@ def indexed(made: Rig) -> dict[int, bytes]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_r19_an_engine_killed_in_the_middle_of_stores_leaves_its_other_blocks(
+def test_r20_an_engine_killed_in_the_middle_of_stores_leaves_its_other_blocks(
     start: StartEngine, shared_memory: Path, ranks: int
 ) -> None:
     made = start(ranks=ranks)
@@ -127,7 +127,7 @@ def test_r19_an_engine_killed_in_the_middle_of_stores_leaves_its_other_blocks(
     assert loaded(made) == len(PROMPT) // BLOCK - 1
 
 
-def test_r19_slots_under_copies_of_a_killed_engine_come_back_once_its_processes_have_ended(
+def test_r20_slots_under_copies_of_a_killed_engine_come_back_once_its_processes_have_ended(
     start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = start()
@@ -159,7 +159,7 @@ def reasons(start: StartEngine, **options: object) -> tuple[Rig, list[str]]:
     return made, [line["reason"] for line in logs if line["event"] == "host_memory_not_adopted"]
 
 
-def test_r19_nothing_is_found_after_a_reset(start: StartEngine) -> None:
+def test_r20_nothing_is_found_after_a_reset(start: StartEngine) -> None:
     made = start()
     made.run(PROMPT)
     assert made.engine.reset_prefix_cache()
@@ -169,7 +169,7 @@ def test_r19_nothing_is_found_after_a_reset(start: StartEngine) -> None:
     assert loaded(made) == 0
 
 
-def test_r19_a_reset_before_the_blocks_are_adopted_drops_them(start: StartEngine) -> None:
+def test_r20_a_reset_before_the_blocks_are_adopted_drops_them(start: StartEngine) -> None:
     start().run(PROMPT)
     made = start(drains=False)
     assert made.engine.reset_prefix_cache()
@@ -181,7 +181,7 @@ def test_r19_a_reset_before_the_blocks_are_adopted_drops_them(start: StartEngine
     assert loaded(made) == 0
 
 
-def test_r19_a_reset_while_the_table_is_written_closes_it(
+def test_r20_a_reset_while_the_table_is_written_closes_it(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start().run(PROMPT)
@@ -203,7 +203,7 @@ def test_r19_a_reset_while_the_table_is_written_closes_it(
     assert "was reset" in reason
 
 
-def test_r19_nothing_is_found_after_the_core_was_in_doubt(start: StartEngine) -> None:
+def test_r20_nothing_is_found_after_the_core_was_in_doubt(start: StartEngine) -> None:
     made = start()
     made.run(PROMPT)
     made.offload.state.pool._counts[0] += 1
@@ -212,7 +212,7 @@ def test_r19_nothing_is_found_after_the_core_was_in_doubt(start: StartEngine) ->
     assert "in doubt" in reason
 
 
-def test_r19_other_weights_find_nothing_in_the_folder(
+def test_r20_other_weights_find_nothing_in_the_folder(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload_reference.plugin._kind_of", lambda identity: "same")
@@ -224,7 +224,7 @@ def test_r19_other_weights_find_nothing_in_the_folder(
 
 
 @pytest.mark.parametrize("gone", ["rank0", "rank1", "table"])
-def test_r19_without_one_of_its_files_nothing_is_found(
+def test_r20_without_one_of_its_files_nothing_is_found(
     start: StartEngine, shared_memory: Path, gone: str
 ) -> None:
     start(ranks=2).run(PROMPT)
@@ -236,10 +236,10 @@ def test_r19_without_one_of_its_files_nothing_is_found(
     assert loaded(made) == 0
 
 
-def test_r19_a_rank_that_was_opened_without_a_scheduler_has_no_table(
+def test_r20_a_rank_that_was_opened_without_a_scheduler_has_no_table(
     start: StartEngine, shared_memory: Path
 ) -> None:
-    """An engine that died between the ranks' start and the scheduler's may have let nobody write, or somebody."""
+    """An engine that died between the start of its ranks and of its scheduler has no table of its own."""
     start().run(PROMPT)
     start(path=shared_memory / "another")
     with rig(host_blocks=200, extra={"host_path": shared_memory}, starts_ready=False):
@@ -276,7 +276,7 @@ def test_with_verify_a_flipped_byte_of_the_next_life_is_found(
 
 
 @pytest.mark.parametrize("part", range(12))
-def test_r19_a_damaged_table_costs_blocks_and_never_a_wrong_answer(
+def test_r20_a_damaged_table_costs_blocks_and_never_a_wrong_answer(
     start: StartEngine, shared_memory: Path, part: int
 ) -> None:
     """Flip bytes all over the table: of its header, of sequence numbers, times of use and records."""
@@ -343,7 +343,7 @@ def test_files_can_be_removed_at_the_end(start: StartEngine, shared_memory: Path
     (folder,) = shared_memory.glob("reference-*/0")
     assert {path.name for path in folder.iterdir()} > {"rank0", "table"}
     start(path=shared_memory / "another")
-    assert {path.name for path in folder.iterdir()} <= {"lock", "owner.json"}
+    assert {path.name for path in folder.iterdir()} <= {"lock", "owner.json", "identity.json"}
 
 
 def test_files_are_for_this_user_only(start: StartEngine, shared_memory: Path) -> None:

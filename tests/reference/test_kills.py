@@ -120,18 +120,18 @@ def serve(
 
 
 def say_changes(to_test: Connection) -> None:
-    """Send each slot of the host before it is struck, and after it is published."""
-    strike, publish = HostTable.strike, HostTable.publish
+    """Send each slot of the host before it is invalidated, and after it is published."""
+    invalidate, publish = HostTable.invalidate, HostTable.publish
 
-    def say_strike(self: HostTable, slot: SlotId) -> None:
+    def say_invalid(self: HostTable, slot: SlotId) -> None:
         to_test.send((int(slot), None))
-        strike(self, slot)
+        invalidate(self, slot)
 
     def say_publish(self: HostTable, slot: SlotId, key: BlockKey, used_at: float) -> None:
         publish(self, slot, key, used_at)
         to_test.send((int(slot), bytes(key)))
 
-    HostTable.strike, HostTable.publish = say_strike, say_publish  # type: ignore[method-assign]
+    HostTable.invalidate, HostTable.publish = say_invalid, say_publish  # type: ignore[method-assign]
 
 
 def say_records(to_test: Connection) -> None:

@@ -106,15 +106,18 @@ def fail(*_: object) -> None:
     raise OSError("no such device")
 
 
-@pytest.mark.parametrize("cause", [Adoption.TABLE_REFUSED, Adoption.OTHER_KV, Adoption.FAILED])
+@pytest.mark.parametrize("cause", [Adoption.RESET, Adoption.TABLE_REFUSED, Adoption.OTHER_KV, Adoption.FAILED])
 def test_metric_event_and_log_say_why_nothing_was_adopted(
     lives: Lives, cause: Adoption, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload_reference.plugin._kind_of", lambda identity: "same")
     lives.live(weights_id="a")
-    if cause is Adoption.TABLE_REFUSED:
+    if cause is Adoption.RESET:
         lives.begin(weights_id="a").offload.reset()
     lives.end()
+    if cause is Adoption.TABLE_REFUSED:
+        (table,) = lives.folder.glob("same/0/table")
+        table.write_bytes(b"KV")
     if cause is Adoption.FAILED:
         monkeypatch.setattr(host_catalog, "read_table", fail)
     with capture_logs() as logs:
