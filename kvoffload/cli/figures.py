@@ -52,6 +52,7 @@ class Account:
         slots: for each change, the time and the number of host slots in each state afterwards. Slots filled before the
             first line are not counted.
         counted: the metrics' counters after the last event.
+        sampled: the last sample of other metrics (`MetricsSampled`).
     """
 
     samples: dict[type, list[tuple[float, Any]]] = field(
@@ -59,6 +60,7 @@ class Account:
     )
     slots: list[tuple[float, Mapping[str, int]]] = field(default_factory=list)
     counted: Snapshot = field(default_factory=lambda: Counters().snapshot())
+    sampled: Mapping[str, float] = field(default_factory=dict)
 
 
 def add_up(records: Iterable[Record]) -> Account:
@@ -74,6 +76,8 @@ def add_up(records: Iterable[Record]) -> Account:
         bus.publish(message)
         if (samples := account.samples.get(type(message))) is not None:
             samples.append((at, message))
+        if isinstance(message, events.MetricsSampled):
+            account.sampled = message.values
         if _count_slots(slots, message):
             # `+` drops negative counts, which result from evictions of blocks that were stored before the first line.
             account.slots.append((at, +slots))

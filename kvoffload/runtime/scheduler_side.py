@@ -102,7 +102,7 @@ class SchedulerSide:
             drain_s=config.disk_drain_s,
         )
         if portal is not None:
-            self.observation.start(portal)
+            self.observation.start(portal, self)
 
     @property
     def counters(self) -> Counters:
