@@ -88,6 +88,7 @@ def _readings(source: str) -> dict[str, Reading]:
 
 def reading_of(account: Account) -> Reading:
     """Return the metrics at a journal's end."""
+    from kvoffload.cli.figures import LARGEST
     from kvoffload.telemetry.capacity import labels_of
     from kvoffload.telemetry.catalogue import BY_NAME
 
@@ -95,7 +96,7 @@ def reading_of(account: Account) -> Reading:
     for name, series in account.counted.counts.items():
         names = BY_NAME[name].label_names
         reading.samples[name] = [
-            (dict(zip(names, labels, strict=True)), float(number)) for labels, number in series.items()
+            (dict(zip(names, labels, strict=True)), min(number, LARGEST)) for labels, number in series.items()
         ]
     for key, value in account.sampled.items():
         name, labels = labels_of(key)
@@ -246,7 +247,7 @@ def _sure(reading: Reading, tiers: TierSizes, times: float) -> str:
     (capacity,) = [name for name, each in CAPACITIES.items() if each == times]
     name = "kvoffload_predicted_unknown_ratio"
     unknown = reading.total(name, tiers=tiers.value, capacity=capacity)
-    more = f", or up to {_points(unknown)} more once it is filled" if unknown >= _WORTH else ""
+    more = f"; up to {_points(unknown)} more once it has been filled" if unknown >= _WORTH else ""
     return f" (give or take {_points(reading.total('kvoffload_predicted_margin_ratio'))}{more})"
 
 

@@ -79,7 +79,7 @@ class CapacityCurve:
         self._sizes = sizes
         self._now = now
         self._inbox: deque[facts.Fact] = deque(maxlen=_WAITING)
-        self._curve = ReuseCurve(disk_takes_all=not config.disk_min_hits)
+        self._curve = ReuseCurve(tuple(CAPACITIES), disk_takes_all=not config.disk_min_hits)
         # For each request, the time of its blocks' use and how many keys it has.
         self._requests: dict[RequestId, tuple[int, int]] = {}
         self._prompt_tokens = self._seconds = 0.0
@@ -106,34 +106,40 @@ class CapacityCurve:
         """Compute `series` from the facts that were handled."""
         self._age()
         sizes, curve = self._sizes(), self._curve
-        more = _GIB / sizes.slot_bytes if sizes.slot_bytes else 0.0
-        block_tokens, tokens, seconds = (
-            self._block_tokens,
-            max(self._prompt_tokens, 1.0),
-            max(self._seconds, 1.0),
-        )
-        host, disk = sizes.host_slots, sizes.disk_slots
+        share = self._block_tokens / max(self._prompt_tokens, 1.0)
+        host = self._on_host(sizes.host_slots)
         found: dict[Labels, float] = {}
         unknown: dict[Labels, float] = {}
-        gained: dict[Labels, float] = {}
-        for tiers, today, unit, blocks, hits, above in (
-            (_HOST, host, host, self._on_host, curve.host_hits, 0.0),
-            (_DISK, disk, disk or host, self._blocks, curve.disk_hits, self._on_host(host)),
-        ):
-            for name, times in CAPACITIES.items():
-                capacity = blocks(times * unit)
-                found[tiers, name] = hits(capacity) * block_tokens / tokens
-                unknown[tiers, name] = curve.unknown(above + capacity) * block_tokens / tokens
-            gain = hits(blocks(today + more)) - hits(blocks(today))
-            gained[tiers,] = gain * block_tokens / seconds
+        for name, times in CAPACITIES.items():
+            capacity = self._on_host(times * sizes.host_slots)
+            found[_HOST, name] = curve.host_hits(capacity) * share
+            found[_DISK, name] = curve.disk_hits(name) * share
+            unknown[_HOST, name] = curve.unknown(capacity) * share
+            unknown[_DISK, name] = curve.unknown(host + curve.disks[name].capacity) * share
+        seconds = max(self._seconds, 1.0)
         self.series = {
             "kvoffload_predicted_hit_tokens_ratio": found,
             "kvoffload_predicted_unknown_ratio": unknown,
             "kvoffload_predicted_margin_ratio": {(): curve.margin},
             "kvoffload_predicted_seconds": {(): self._seconds},
             "kvoffload_predicted_prompt_tokens_per_second": {(): self._prompt_tokens / seconds},
-            "kvoffload_next_gib_tokens_per_second": gained,
+            "kvoffload_next_gib_tokens_per_second": {
+                (tiers,): hits * self._block_tokens / seconds
+                for tiers, hits in self._next_gib_hits(sizes).items()
+            },
         }
+
+    def _next_gib_hits(self, sizes: Sizes) -> dict[str, float]:
+        """Return how many more lookups the next GiB of the host, or of a disk, would have found."""
+        curve, slots = self._curve, _GIB / sizes.slot_bytes if sizes.slot_bytes else 0.0
+        host = curve.host_hits(self._on_host(sizes.host_slots))
+        more = curve.host_hits(self._on_host(sizes.host_slots + slots))
+        # Between two capacities of a disk, the hits grow evenly.
+        before, after = ("1x", "2x") if sizes.disk_slots else (None, "0.25x")
+        begun = curve.disk_hits(before) if before else host
+        step = curve.disks[after].capacity - (curve.disks[before].capacity if before else 0)
+        part = min(self._blocks(slots) / step, 1.0) if step else 0.0
+        return {_HOST: more - host, _DISK: (curve.disk_hits(after) - begun) * part}
 
     def _age(self) -> None:
         """Add the time since the last call, and halve everything that was counted once a day."""
@@ -173,10 +179,11 @@ class CapacityCurve:
             self._requests[request] = time, depth + len(keys)
 
     def _set_sizes(self, sizes: Sizes) -> None:
-        curve, most = self._curve, max(CAPACITIES.values())
+        curve = self._curve
         curve.host = self._on_host(sizes.host_slots)
-        curve.most_host = self._on_host(most * sizes.host_slots)
-        curve.most_disk = self._blocks(most * (sizes.disk_slots or sizes.host_slots))
+        curve.most_host = self._on_host(max(CAPACITIES.values()) * sizes.host_slots)
+        for name, times in CAPACITIES.items():
+            curve.disks[name].capacity = self._blocks(times * (sizes.disk_slots or sizes.host_slots))
 
     def _on_host(self, slots: float) -> float:
         """Return how many blocks a host with so many slots and the device have together.
