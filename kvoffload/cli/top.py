@@ -35,7 +35,7 @@ _TOKENS = "kvoffload_lookup_tokens_total"
 _MISSES = "kvoffload_miss_blocks_total"
 SAVED = "kvoffload_prefill_seconds_saved_total"
 _HOST_STATES = tuple(state.value for state in HostBytes)
-_HEADINGS = "engine, offloading, hit rate (now), predicted 1x / 2x host, tokens saved (per s), net s saved (per s), top miss cause, host, disk, remote"
+_HEADINGS = "engine, offloading, hit rate (now), tokens saved (per s), net s saved (per s), top miss cause, host, disk, remote"
 LOST = ("kvoffload_load_wait_seconds_sum", "kvoffload_interference_seconds_total")
 
 
@@ -361,16 +361,14 @@ def _cells(row: Row) -> Iterator[str]:
     yield row.engine
     yield f"OFF: {', '.join(row.off_because)}" if row.off_because else "on"
     yield f"{_percent(row.hit_rate)} ({_percent(row.hit_rate_now)})"
-    yield (
-        f"{_percent(row.predicted[1])} / {_percent(row.predicted[2])}" if any(row.predicted.values()) else "-"
-    )
     yield f"{row.saved_tokens:,.0f} ({_number(row.saved_tokens_per_s, 0)})"
     yield f"{row.net_s:,.1f} ({_number(row.net_s_per_s, 2)})"
     yield f"{row.miss_cause} ({_percent(row.miss_share)})" if row.miss_cause else "-"
     host = row.host_bytes
     fill = f"{_percent(_ratio(host['used'], host['reserved']))} of {size_text(host['reserved'])}"
     pinning = f", {_percent(_ratio(host['reserved'], host['wanted']))} pinned"
-    yield fill + (pinning if host["reserved"] < host["wanted"] else "")
+    more = f", 2x finds {row.predicted[2] - row.predicted[1]:+.0%}" if any(row.predicted.values()) else ""
+    yield fill + (pinning if host["reserved"] < host["wanted"] else "") + more
     disk = row.disk_bytes
     fill = f"{_percent(_ratio(disk['used'], disk['capacity']))} of {size_text(disk['capacity'])}, "
     yield (fill if disk["capacity"] else "") + row.disk

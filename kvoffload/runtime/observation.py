@@ -99,13 +99,21 @@ class Observation:
         ]
         if self.spans is not None:
             self._start_spans(portal, self.spans)
-        self._predicting = portal.spawn(self._predictions(side).run, self.removed)
+        self._predictions = self._predict(side)
+        self._predicting = portal.spawn(self._predictions.run, self.removed)
 
-    def _predictions(self, side: Side) -> Predictions:
+    def _predict(self, side: Side) -> Predictions:
         self.curve = CapacityCurve(self._shape, self._config, partial(sizes_of, side), self._now)
         sampled = partial(sample, side, self.counters, self.reader_failed)
         is_recorded = self._config.journal_path is not None
         return Predictions(self.curve, self._bus, sampled if is_recorded else None, self._clocks.sleep)
+
+    def finish(self) -> None:
+        """Publish the last predictions for the journal. Call this method before closing the bus."""
+        if self._portal is not None and self._portal.is_alive and self._config.journal_path is not None:
+            with suppress(Exception):  # the run is over, so a sample that fails costs only itself
+                self._portal.spawn(self._predictions.refresh).result(_PATIENCE_S)
+                self._predictions.publish()
 
     def wait(self) -> None:
         """Wait a few seconds for each observer to end. Call this method after closing the bus."""

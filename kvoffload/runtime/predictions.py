@@ -42,7 +42,7 @@ class Predictions:
         self._due_s = -inf
         curve.subscribe(bus)
         if sample is not None:
-            bus.count(RequestsEnded, self._publish)
+            bus.count(RequestsEnded, self.publish)
             bus.count(Tick, self._tick)
 
     async def run(self, on_removed: Callable[[str, Exception], object]) -> None:
@@ -50,19 +50,24 @@ class Predictions:
         try:
             while True:
                 await self._sleep(_PERIOD_S)
-                while self._curve.take():
-                    await self._sleep(0)  # the loop also ends copies
-                self._curve.measure()
-                self._ready = self._sample() if self._sample is not None else None
+                await self.refresh()
         except Exception as exc:
             call_guarded(on_removed, type(self).__name__, exc)
 
-    def _tick(self, _: Tick) -> None:
-        if self._bus.hook.now >= self._due_s:
-            self._publish()
+    async def refresh(self) -> None:
+        """Handle all collected facts, and make a sample ready."""
+        while self._curve.take():
+            await self._sleep(0)  # the loop also ends copies
+        self._curve.measure()
+        self._ready = self._sample() if self._sample is not None else None
 
-    def _publish(self, _: RequestsEnded | None = None) -> None:
+    def publish(self, _: RequestsEnded | None = None) -> None:
+        """Publish the sample that is ready. Only the engine's thread may call this method."""
         ready, self._ready = self._ready, None
         if ready is not None:
             self._due_s = self._bus.hook.now + _APART_S
             self._bus.publish(ready)
+
+    def _tick(self, _: Tick) -> None:
+        if self._bus.hook.now >= self._due_s:
+            self.publish()

@@ -411,6 +411,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop the observers and close the lower tiers. Open jobs end when the workers close."""
+        self.observation.finish()
         self.bus.close()
         self.observation.wait()
         self._tiers.close()

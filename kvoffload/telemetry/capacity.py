@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from kvoffload.bus.bus import Bus
 from kvoffload.model import facts
 from kvoffload.model.config import OffloadConfig
@@ -134,12 +136,12 @@ class CapacityCurve:
         curve, slots = self._curve, _GIB / sizes.slot_bytes if sizes.slot_bytes else 0.0
         host = curve.host_hits(self._on_host(sizes.host_slots))
         more = curve.host_hits(self._on_host(sizes.host_slots + slots))
-        # Between two capacities of a disk, the hits grow evenly.
-        before, after = ("1x", "2x") if sizes.disk_slots else (None, "0.25x")
-        begun = curve.disk_hits(before) if before else host
-        step = curve.disks[after].capacity - (curve.disks[before].capacity if before else 0)
-        part = min(self._blocks(slots) / step, 1.0) if step else 0.0
-        return {_HOST: more - host, _DISK: (curve.disk_hits(after) - begun) * part}
+        # Between two capacities of a disk, the hits are taken to grow evenly.
+        capacities = [0.0, *(disk.capacity for disk in curve.disks.values())]
+        hits = [host, *map(curve.disk_hits, curve.disks)]
+        disk = [self._blocks(sizes.disk_slots), self._blocks(sizes.disk_slots + slots)]
+        today, next_gib = np.interp(disk, capacities, hits)
+        return {_HOST: more - host, _DISK: float(next_gib - today)}
 
     def _age(self) -> None:
         """Add the time since the last call, and halve everything that was counted once a day."""
