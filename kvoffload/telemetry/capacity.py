@@ -77,7 +77,6 @@ class CapacityCurve:
         # Blocks of the other groups for the same tokens are stored and evicted with this group's.
         self._slots_per_block = sum(map(self._blocks_beside, shape.groups)) or 1.0
         self._device_slots = shape.device_blocks
-        self._is_lazy = config.store_policy == "lazy"
         self._sizes = sizes
         self._now = now
         self._inbox: deque[facts.Fact] = deque(maxlen=_WAITING)
@@ -190,10 +189,10 @@ class CapacityCurve:
     def _on_host(self, slots: float) -> float:
         """Return how many blocks a host with so many slots and the device have together.
 
-        An eager host has the device's blocks too; a lazy one stores a block when the device evicts it.
+        An eager host has the device's blocks too. A lazy host has some others, but hardly more: a block that it loads
+        is then on both.
         """
-        device = self._device_slots
-        return self._blocks(slots + device if self._is_lazy else max(slots, device))
+        return self._blocks(max(slots, self._device_slots))
 
     def _blocks(self, slots: float) -> float:
         return slots / self._slots_per_block
