@@ -80,8 +80,9 @@ class Engine(FakeSource):
         (FLAT, "16.0 GiB of host memory instead of 32.0 GiB would find nearly as much, 29 % of prompt tokens instead of 29 % (give or take 1.0 points)."),
         (NEVER, "Even 256.0 GiB of host memory instead of 32.0 GiB would find only 30 % of prompt tokens instead of 29 % (give or take 1.0 points)."),
         ((0.05, 0.1, 0.12, 0.121, 0.2, 0.3), "256.0 GiB of host memory instead of 32.0 GiB would find 30 % of prompt tokens instead of 12 %, some 10.8 seconds of prefill a minute (give or take 1.0 points)."),
+        ((0.2, 0.25, 0.29, 0.291, 0.292, 0.32), "Even 256.0 GiB of host memory instead of 32.0 GiB would find only 32 % of prompt tokens instead of 29 % (give or take 1.0 points)."),
     ],
-    ids=["grow", "shrink", "keep", "late"],
+    ids=["grow", "shrink", "keep", "late", "too late"],
 )  # fmt: skip
 def test_the_host_should_grow_while_each_doubling_finds_more(host: Sequence[float], said: str) -> None:
     assert Engine(kvoffload_predicted_hit_tokens_ratio=ratios(host)).texts()["host"] == said

@@ -9,6 +9,8 @@ from kvoffload.cli.advise import reading_of
 from kvoffload.cli.figures import add_up
 from kvoffload.model import facts
 from kvoffload.model.events import MetricsSampled
+from kvoffload.model.ids import Rank
+from kvoffload.model.wire import TransferReport
 from kvoffload.telemetry.capacity import CapacityCurve
 from kvoffload.telemetry.catalogue import Series
 from kvoffload.telemetry.records import read_journal
@@ -50,6 +52,15 @@ def test_hooks_only_append_facts_to_the_queue(sides: list[Side]) -> None:
         without = {observer.__qualname__ for observer in plain.side.bus._routes[cls]}
         added = [one for one in watched.side.bus._routes[cls] if one.__qualname__ not in without]
         assert [one.__qualname__ for one in added if "Log" not in one.__qualname__] == ["deque.append"]
+
+
+def test_others_can_read_how_many_blocks_and_bytes_fit_into_a_tier_and_are_free() -> None:
+    side = Side(slots=50)
+    side.stored()  # three blocks
+    side.side.reported([TransferReport(Rank(0), (), 50, slot_bytes=1000)])
+    page = side.side.gauges()
+    assert page["kvoffload_capacity_blocks"] == {("host", "total"): 50, ("host", "free"): 47}
+    assert page["kvoffload_capacity_bytes"] == {("host", "total"): 50_000, ("host", "free"): 47_000}
 
 
 def test_without_a_portal_nothing_is_collected() -> None:

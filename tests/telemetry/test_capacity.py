@@ -172,14 +172,13 @@ def test_a_restart_begins_anew_and_says_how_sure_it_is() -> None:
 
 def test_each_day_counts_twice_as_much_as_the_day_before() -> None:
     engine = Engine(host=8)
+    a_loop_of(1, 11, engine)
+    assert engine.found()["1x"] == pytest.approx(10 * BLOCK / (5 * 11))
+    engine.clock.jump(90_000)
+    assert engine.measured()["kvoffload_predicted_seconds"] == {(): 45_000.0}
     for number in range(10):
         engine.seen([f"new {number}"])
-    assert engine.found()["1x"] == 0
-    engine.clock.jump(90_000)
-    engine.found()
-    assert engine.measured()["kvoffload_predicted_seconds"] == {(): 45_000.0}
-    a_loop_of(1, 11, engine)
-    assert engine.found()["1x"] == pytest.approx(10 * BLOCK / (5 * (5 + 11)))
+    assert engine.found()["1x"] == pytest.approx(10 / 2 * BLOCK / (5 * (11 / 2 + 10)))
 
 
 def test_a_full_queue_forgets_the_oldest_facts() -> None:
