@@ -100,7 +100,7 @@ def reading_of(account: Account) -> Reading:
         ]
     for key, value in account.sampled.items():
         name, labels = labels_of(key)
-        reading.samples.setdefault(name, []).append((labels, value))
+        reading.samples.setdefault(name, []).append((labels, min(value, LARGEST)))
     return reading
 
 
@@ -115,7 +115,8 @@ def advise(reading: Reading) -> list[Sentence]:
 
 def _host(reading: Reading) -> Sentence | None:
     found = predicted(reading, TierSizes.HOST)
-    return _resize(reading, "host", "host memory", found, _tier_bytes(reading, Tier.HOST))
+    what = "host memory, not counting the disk," if _tier_bytes(reading, Tier.DISK) else "host memory"
+    return _resize(reading, "host", what, found, _tier_bytes(reading, Tier.HOST))
 
 
 def _disk(reading: Reading) -> Sentence | None:
@@ -159,7 +160,7 @@ def _resize(
         "today": today,
         "gain": gain,
     }
-    change = f"{size_text(times * size)} of {what} instead of {size_text(size)} would find"
+    change = f"{size_text(times * size)} instead of {size_text(size)} of {what} would find"
     shares = f"{_percent(found[times])} of prompt tokens instead of {_percent(today)}"
     tiers = TierSizes.HOST if about == "host" else TierSizes.HOST_AND_DISK
     sure = _sure(reading, tiers, times)

@@ -17,8 +17,8 @@ _APART_S = 60.0  # seconds between two samples in the journal of a busy engine
 class Predictions:
     """Feeds the capacity curve once a second, and publishes samples of metrics for the journal.
 
-    The loop's own timer wakes it, because waking the loop would cost the engine's thread 41 us. The engine's thread
-    publishes a sample that is ready, when it becomes idle, or at a tick.
+    The loop's own timer wakes it, because waking the loop would cost the engine's thread some 40 us. The engine's
+    thread publishes a sample that is ready when the engine becomes idle, or at a tick.
 
     Args:
         curve: the curve, which collects facts of the bus.
@@ -52,6 +52,7 @@ class Predictions:
                 await self._sleep(_PERIOD_S)
                 await self.refresh()
         except Exception as exc:
+            self._curve.series = {}  # old predictions would seem to be today's
             call_guarded(on_removed, type(self).__name__, exc)
 
     async def refresh(self) -> None:

@@ -36,6 +36,7 @@ from kvoffload.telemetry.reuse import ReuseCurve
 
 _HOST, _DISK = TierSizes.HOST.value, TierSizes.HOST_AND_DISK.value
 _WAITING = 1024  # the maximum number of facts in the queue, a few seconds of a busy engine
+_MOST_REQUESTS = 4096
 _DAY_S = 86_400.0
 _GIB = 2**30
 
@@ -171,6 +172,8 @@ class CapacityCurve:
         asked = min((fact.prompt_tokens - 1) // self._block_tokens, len(keys)) if fact.reads_cache else 0
         self._prompt_tokens += fact.prompt_tokens if fact.reads_cache else 0
         self._requests[fact.request] = self._curve.request(keys, asked), len(keys)
+        if len(self._requests) > _MOST_REQUESTS:  # the oldest may have ended with a fact that the queue lost
+            del self._requests[next(iter(self._requests))]
 
     def _grown(self, request: RequestId, new_keys: Sequence[Sequence[BlockKey]]) -> None:
         """Add the blocks that a request has computed since it was seen, such as those of its answer."""

@@ -76,11 +76,11 @@ class Engine(FakeSource):
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        (GROWS, "64.0 GiB of host memory instead of 32.0 GiB would find 41 % of prompt tokens instead of 29 %, some 7.2 seconds of prefill a minute (give or take 1.0 points)."),
-        (FLAT, "16.0 GiB of host memory instead of 32.0 GiB would find nearly as much, 29 % of prompt tokens instead of 29 % (give or take 1.0 points)."),
-        (NEVER, "Even 256.0 GiB of host memory instead of 32.0 GiB would find only 30 % of prompt tokens instead of 29 % (give or take 1.0 points)."),
-        ((0.05, 0.1, 0.12, 0.121, 0.2, 0.3), "256.0 GiB of host memory instead of 32.0 GiB would find 30 % of prompt tokens instead of 12 %, some 10.8 seconds of prefill a minute (give or take 1.0 points)."),
-        ((0.2, 0.25, 0.29, 0.291, 0.292, 0.32), "Even 256.0 GiB of host memory instead of 32.0 GiB would find only 32 % of prompt tokens instead of 29 % (give or take 1.0 points)."),
+        (GROWS, "64.0 GiB instead of 32.0 GiB of host memory would find 41 % of prompt tokens instead of 29 %, some 7.2 seconds of prefill a minute (give or take 1.0 points)."),
+        (FLAT, "16.0 GiB instead of 32.0 GiB of host memory would find nearly as much, 29 % of prompt tokens instead of 29 % (give or take 1.0 points)."),
+        (NEVER, "Even 256.0 GiB instead of 32.0 GiB of host memory would find only 30 % of prompt tokens instead of 29 % (give or take 1.0 points)."),
+        ((0.05, 0.1, 0.12, 0.121, 0.2, 0.3), "256.0 GiB instead of 32.0 GiB of host memory would find 30 % of prompt tokens instead of 12 %, some 10.8 seconds of prefill a minute (give or take 1.0 points)."),
+        ((0.2, 0.25, 0.29, 0.291, 0.292, 0.32), "Even 256.0 GiB instead of 32.0 GiB of host memory would find only 32 % of prompt tokens instead of 29 % (give or take 1.0 points)."),
     ],
     ids=["grow", "shrink", "keep", "late", "too late"],
 )  # fmt: skip
@@ -93,7 +93,7 @@ def test_the_host_should_grow_while_each_doubling_finds_more(host: Sequence[floa
     [
         (0, (0.3, 0.33, 0.347, 0.35, 0.35, 0.35), "A disk of 32.0 GiB below today's host would find 35 % of prompt tokens, 5.7 points more, some 3.4 seconds of prefill a minute (give or take 1.0 points)."),
         (0, (0.3,) * 6, "A disk would find only 1.0 points more."),
-        (100, GROWS, "200.0 GiB of disk instead of 100.0 GiB would find 41 % of prompt tokens instead of 29 %, some 7.2 seconds of prefill a minute (give or take 1.0 points)."),
+        (100, GROWS, "200.0 GiB instead of 100.0 GiB of disk would find 41 % of prompt tokens instead of 29 %, some 7.2 seconds of prefill a minute (give or take 1.0 points)."),
     ],
     ids=["get one", "none", "grow"],
 )  # fmt: skip
@@ -105,6 +105,7 @@ def test_a_disk_is_advised_by_what_it_adds_to_todays_host(
         kvoffload_predicted_hit_tokens_ratio=ratios(GROWS, disk),
     )
     assert engine.texts()["disk"] == said
+    assert ("not counting the disk" in engine.texts()["host"]) == (slots > 0)
 
 
 def test_eager_stores_that_are_rarely_loaded_should_be_lazy() -> None:

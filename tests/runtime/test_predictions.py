@@ -106,10 +106,15 @@ def test_predictions_that_raise_are_removed_and_the_engine_goes_on(
     def fail(self: CapacityCurve) -> None:
         raise ValueError("no curve")
 
-    monkeypatch.setattr(CapacityCurve, "measure", fail)
     side = Side(portal=True)
     sides.append(side)
+    for _ in range(2):
+        side.ended(side.seen("a"))
+    side.portal.advance(1.1)
+    assert any(predicted(side).values())
+    monkeypatch.setattr(CapacityCurve, "measure", fail)
     side.portal.advance(3)
+    assert not any(predicted(side).values())
     assert caplog.text.count("observer_removed name=Predictions error=\"ValueError('no curve')\"") == 1
     side.step()
     assert side.side.degraded is None

@@ -181,9 +181,13 @@ def test_each_day_counts_twice_as_much_as_the_day_before() -> None:
     assert engine.found()["1x"] == pytest.approx(10 / 2 * BLOCK / (5 * (11 / 2 + 10)))
 
 
-def test_a_full_queue_forgets_the_oldest_facts() -> None:
+def test_neither_the_queue_nor_the_table_of_requests_grows_without_bound() -> None:
     engine = Engine(host=10_000)
-    for number in range(5000):
+    for number in range(2000):
         engine.seen([number])
     engine.measured()
     assert engine.curve._curve.lookups == 1024
+    for number in range(5000):  # the ends of these requests are never reported
+        engine.seen([number])
+        engine.curve.take()
+    assert len(engine.curve._requests) == 4096
