@@ -161,6 +161,6 @@ class Board(Part, frozen=True):
 
 BOARDS = tuple(
     msgspec.yaml.decode(Path(__file__).with_name(f"{name}.yml").read_bytes(), type=Board)
-    for name in ("overview", "why", "transfers", "tiers")
+    for name in ("overview", "why", "transfers", "tiers", "capacity")
 )
 """All dashboards, in the order in which an operator needs them."""

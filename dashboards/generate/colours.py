@@ -49,6 +49,10 @@ COLOURS: dict[str, str] = {
     "adopted blocks": BLUE, "adopted and read": GREEN, "attach": BLUE, "stopped engines": GREY,
     # health
     "loads failed": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
+    # predictions, by capacity: from too small to large
+    "0.25x": "#b8b8b8", "0.5x": YELLOW, "1x": BLUE, "2x": GREEN, "4x": "#2f8f8f", "8x": "#1f6f8f",
+    "host_and_disk": "#2f8f8f", "margin": ORANGE, "seconds": BLUE, "measured": "#333333",
+    "host total": GREEN, "host free": "#e4e4e4", "disk total": "#2f8f8f", "disk free": "#93c3c7",
     # hooks, in the order of a step
     "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "ended": GREY,
     "report": YELLOW,

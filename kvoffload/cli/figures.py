@@ -36,7 +36,8 @@ _SAMPLED = (events.LookupAnswered, events.FirstTokenReached, events.RankReported
 _ENDS_FILLING = (StoreOutcome.STORED, StoreOutcome.FAILED, StoreOutcome.ABANDONED, StoreOutcome.CANCELLED)
 _COLUMNS = 48
 _MOST_DOTS = 2000  # the maximum number of dots of one colour
-_LARGEST = 1e15  # the largest number drawn: a damaged journal may have numbers that break an axis
+LARGEST = 1e15
+"""The largest number that is used: a damaged journal may have numbers that break an axis or overflow."""
 
 AnySample = TypeVar("AnySample")
 Series = Mapping[str, Sequence[tuple[float, float]]]
@@ -52,6 +53,7 @@ class Account:
         slots: for each change, the time and the number of host slots in each state afterwards. Slots filled before the
             first line are not counted.
         counted: the metrics' counters after the last event.
+        sampled: the last sample of other metrics (`MetricsSampled`).
     """
 
     samples: dict[type, list[tuple[float, Any]]] = field(
@@ -59,6 +61,7 @@ class Account:
     )
     slots: list[tuple[float, Mapping[str, int]]] = field(default_factory=list)
     counted: Snapshot = field(default_factory=lambda: Counters().snapshot())
+    sampled: Mapping[str, float] = field(default_factory=dict)
 
 
 def add_up(records: Iterable[Record]) -> Account:
@@ -74,6 +77,8 @@ def add_up(records: Iterable[Record]) -> Account:
         bus.publish(message)
         if (samples := account.samples.get(type(message))) is not None:
             samples.append((at, message))
+        if isinstance(message, events.MetricsSampled):
+            account.sampled = message.values
         if _count_slots(slots, message):
             # `+` drops negative counts, which result from evictions of blocks that were stored before the first line.
             account.slots.append((at, +slots))
@@ -181,7 +186,7 @@ def _transfers(account: Account, tier: Tier) -> Figure:
     copies = [(at, one) for at, one in account.samples[events.RankReported] if one.tier is tier]
     sizes = {
         way.value: [
-            (at, min(one.copied_bytes, _LARGEST) / 2**20) for at, one in copies if one.direction is way
+            (at, min(one.copied_bytes, LARGEST) / 2**20) for at, one in copies if one.direction is way
         ]
         for way in Direction
     }
@@ -194,7 +199,7 @@ def _slots(account: Account) -> Figure:
 
     def plot(axes: Axes) -> None:
         states = ("ready", "filling")
-        rows = [[min(slots.get(state, 0), _LARGEST) for _, slots in samples] for state in states]
+        rows = [[min(slots.get(state, 0), LARGEST) for _, slots in samples] for state in states]
         colours = [COLOURS[state] for state in states]
         axes.stackplot([at for at, _ in samples], *rows, labels=states, colors=colours, step="post")
 
@@ -208,10 +213,10 @@ def _dots(title: str, text: str, series: Series) -> Figure:
     def plot(axes: Axes) -> None:
         for key, samples in series.items():
             if samples:
-                ordered = sorted(min(number, _LARGEST) for _, number in samples)
+                ordered = sorted(min(number, LARGEST) for _, number in samples)
                 median, p99 = median_and_p99(ordered)
                 label = f"{key}: {len(ordered):,}, p50 {median:,.1f} ms, p99 {p99:,.1f} ms"
-                dots = [(at, min(number, _LARGEST)) for at, number in _thinned(samples)]
+                dots = [(at, min(number, LARGEST)) for at, number in _thinned(samples)]
                 axes.plot(*zip(*dots, strict=True), ".", color=COLOURS[key], label=label)
                 axes.axhline(median, color=COLOURS[key])
         axes.set_ylim(bottom=0)
@@ -227,7 +232,7 @@ def _columns(title: str, text: str, unit: str, series: Series) -> Figure:
         axes.hist(
             [[at for at, _ in samples] for samples in shown.values()],
             _COLUMNS,
-            weights=[[min(number, _LARGEST) for _, number in samples] for samples in shown.values()],
+            weights=[[min(number, LARGEST) for _, number in samples] for samples in shown.values()],
             stacked=True,
             color=[COLOURS[key] for key in shown],
             label=list(shown),
@@ -238,7 +243,7 @@ def _columns(title: str, text: str, unit: str, series: Series) -> Figure:
 
 def _bars(title: str, text: str, numbers: Mapping[str, int]) -> Figure:
     def plot(axes: Axes) -> None:
-        lengths = [min(number, _LARGEST) for number in numbers.values()]
+        lengths = [min(number, LARGEST) for number in numbers.values()]
         bars = axes.barh(list(numbers), lengths, color=COLOURS["miss"])
         axes.bar_label(bars, fmt="{:,.0f}", padding=3)
         axes.invert_yaxis()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvoffload.cli.parser import Parser
 
 COMMANDS = {
+    "advise": "kvoffload.cli.advise",
     "completion": "kvoffload.cli.completion",
     "dashboards": "kvoffload.cli.dashboards",
     "demo": "kvoffload.cli.demo.command",

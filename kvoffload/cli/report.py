@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_json(account: Account, lines: Lines) -> str:
-    """Return the provenance, the journal's gaps, the times to first token and the nonzero counters as JSON."""
+    """Return the provenance, the journal's gaps, the times to first token, the advice and the nonzero counters as JSON."""
+    from kvoffload.cli.advise import advise, reading_of
     from kvoffload.cli.figures import first_token_ms, median_and_p99
 
     times = {}
@@ -73,6 +75,7 @@ def as_json(account: Account, lines: Lines) -> str:
         "missing": lines.gaps,
         "problem": None if lines.problem is None else str(lines.problem),
         "first_token_ms": times,
+        "advice": list(map(asdict, advise(reading_of(account)))),
         "counters": [
             {"metric": name, "labels": labels, "value": number} for name, labels, number in _numbers(account)
         ],
@@ -82,8 +85,10 @@ def as_json(account: Account, lines: Lines) -> str:
 
 def render(account: Account, lines: Lines) -> str:
     """Return the report as HTML. Bytes in the journal's path that are not valid UTF-8 appear as escapes."""
+    from kvoffload.cli.advise import advise, reading_of
     from kvoffload.cli.figures import draw
 
+    advice = [escape(sentence.text) for sentence in advise(reading_of(account))]
     title = escape(f"KV-cache offloading: {lines.path.name}")
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
@@ -91,6 +96,7 @@ def render(account: Account, lines: Lines) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>",
         *(f"<p>{escape(line)}</p>" for line in _said(lines)),
+        f"<section><h2>Advice</h2>{''.join(f'<p>{text}</p>' for text in advice)}</section>",
         *(_figure(number, figure) for number, figure in enumerate(draw(account))),
         f'<section tabindex="0" aria-label="counters"><h2>Counters</h2>{_table(_rows(account))}</section>',
         "</body></html>\n",

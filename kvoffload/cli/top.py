@@ -20,7 +20,7 @@ from kvoffload.cli.exits import CommandError, Exit, say
 from kvoffload.model.causes import Adoption
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import KVOffloadError, printable
-from kvoffload.telemetry.catalogue import HostBytes
+from kvoffload.telemetry.catalogue import CAPACITIES, HostBytes, TierSizes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -34,11 +34,11 @@ _MOST_ENGINES = 1000  # of one page; a table of so many rows takes half a second
 _SCHEMA = 2  # the version of the JSON output; a new version removes a field or changes a field's meaning
 _TOKENS = "kvoffload_lookup_tokens_total"
 _MISSES = "kvoffload_miss_blocks_total"
-_SAVED = "kvoffload_prefill_seconds_saved_total"
+SAVED = "kvoffload_prefill_seconds_saved_total"
 _HOST_STATES = tuple(state.value for state in HostBytes)
 _HEADINGS = "engine, offloading, hit rate (now), tokens saved (per s), net s saved (per s), top miss cause, host, disk, remote"
 _NOTHING_TO_ADOPT = {"off", Adoption.OPENING.value, Adoption.NOTHING_LEFT.value}
-_LOST = ("kvoffload_load_wait_seconds_sum", "kvoffload_interference_seconds_total")
+LOST = ("kvoffload_load_wait_seconds_sum", "kvoffload_interference_seconds_total")
 
 
 class PageError(KVOffloadError):
@@ -76,6 +76,8 @@ class Row:
         off_because: the causes for which offloading is off; empty if offloading is on.
         hit_rate, hit_rate_now: the share of looked-up prompt tokens that were found on the host, since the engine's
             start and between the last two scrapes.
+        predicted: the share of prompt tokens that the device and a host of this multiple of today's size would have
+            found, by the multiple.
         saved_tokens, saved_tokens_per_s: the prompt tokens found on the host, since the engine's start and per second.
         net_s, net_s_per_s: the seconds of prefill that loads saved, minus the seconds that requests waited for loads
             and that copies added to steps; since the engine's start and per second.
@@ -93,6 +95,7 @@ class Row:
     off_because: list[str]
     hit_rate: float | None
     hit_rate_now: float | None
+    predicted: dict[float, float]
     saved_tokens: float
     saved_tokens_per_s: float | None
     net_s: float
@@ -229,6 +232,7 @@ def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
         off_because=now.values("kvoffload_degraded", "cause"),
         hit_rate=_ratio(found, found + missed),
         hit_rate_now=_ratio(found_now, found_now + missed_now),
+        predicted=predicted(now, TierSizes.HOST),
         saved_tokens=found,
         saved_tokens_per_s=_ratio(found_now, period_s),
         net_s=net,
@@ -245,12 +249,21 @@ def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
     )
 
 
+def predicted(reading: Reading, tiers: TierSizes) -> dict[float, float]:
+    """Return the predicted share of prompt tokens that would be found, by the multiple of today's capacity."""
+    name = "kvoffload_predicted_hit_tokens_ratio"
+    return {
+        times: reading.total(name, tiers=tiers.value, capacity=capacity)
+        for capacity, times in CAPACITIES.items()
+    }
+
+
 def _hits(reading: Reading) -> float:
     return reading.total(_TOKENS, result="hit")
 
 
 def _net_s(reading: Reading) -> float:
-    return reading.total(_SAVED) - sum(map(reading.total, _LOST))
+    return reading.total(SAVED) - sum(map(reading.total, LOST))
 
 
 def _ratio(part: float, whole: float) -> float | None:
@@ -364,7 +377,8 @@ def _cells(row: Row) -> Iterator[str]:
     host = row.host_bytes
     fill = f"{_percent(_ratio(host['used'], host['reserved']))} of {size_text(host['reserved'])}"
     pinning = f", {_percent(_ratio(host['reserved'], host['wanted']))} pinned"
-    yield fill + (pinning if host["reserved"] < host["wanted"] else "") + _adopted(row)
+    more = f", 2x finds {row.predicted[2] - row.predicted[1]:+.0%}" if any(row.predicted.values()) else ""
+    yield fill + (pinning if host["reserved"] < host["wanted"] else "") + _adopted(row) + more
     disk = row.disk_bytes
     fill = f"{_percent(_ratio(disk['used'], disk['capacity']))} of {size_text(disk['capacity'])}, "
     yield (fill if disk["capacity"] else "") + row.disk

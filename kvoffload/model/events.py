@@ -414,3 +414,12 @@ class NetBenefitTurned(Event, frozen=True):
     is_negative: bool
     net_s: float
     period_s: float
+
+
+class MetricsSampled(Event, frozen=True):
+    """The values of some metrics that no event increases, for `kvoffload advise` and reports, which read the journal.
+
+    The key is the metric's name, and after a space its label values, joined by commas.
+    """
+
+    values: dict[str, float]

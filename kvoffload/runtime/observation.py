@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from math import inf
 
 from kvoffload.bus.bus import Batch, Bus
@@ -17,8 +18,10 @@ from kvoffload.model.events import HitDropped, HitPinned, LoadEnded, LoadSchedul
 from kvoffload.model.ids import RequestId
 from kvoffload.model.wire import Tier
 from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.predictions import Predictions
 from kvoffload.runtime.step_times import FirstTokens
-from kvoffload.telemetry.catalogue import Subscriber, subscriber_label
+from kvoffload.telemetry.capacity import CapacityCurve, sample, sizes_of
+from kvoffload.telemetry.catalogue import Side, Subscriber, subscriber_label
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.logging import QUIET_S, AtMostEvery, LogObserver, log_removed, log_spans_failed
@@ -57,6 +60,8 @@ class Observation:
         tiers: Set[Tier],
     ) -> None:
         self._bus = bus
+        self._shape, self._config = shape, config
+        self._clocks = clocks
         self._now = clocks.monotonic
         self.info = info_labels(identity, config)
         self.spans = make_spans(config, shape, clocks.unix)
@@ -70,6 +75,7 @@ class Observation:
         self.counters = Counters(tiers)
         self.counters.subscribe(bus, bus.hook.spent)
         self.pins = PinAges(bus)
+        self.curve: CapacityCurve | None = None
         self.journal.subscribe(bus)
         self._first_tokens = FirstTokens(bus)
         self._unreadable = AtMostEvery(inf, clocks.monotonic)  # the metrics whose reader raised
@@ -78,8 +84,13 @@ class Observation:
         bus.count(OffloadingDegraded, self._degraded)
         bus.on_removed = self.removed
 
-    def start(self, portal: Portal) -> None:
-        """Start the observers on the portal's loop. They run until the bus is closed."""
+    def start(self, portal: Portal, side: Side) -> None:
+        """Start the observers on the portal's loop. They run until the bus is closed.
+
+        Args:
+            portal: runs the observers.
+            side: the scheduler side, whose tiers' sizes and metrics the predictions use.
+        """
         log_observer = LogObserver(self._now)
         self._portal = portal
         self._running = [
@@ -88,10 +99,26 @@ class Observation:
         ]
         if self.spans is not None:
             self._start_spans(portal, self.spans)
+        self._predictions = self._predict(side)
+        self._predicting = portal.spawn(self._predictions.run, self.removed)
+
+    def _predict(self, side: Side) -> Predictions:
+        self.curve = CapacityCurve(self._shape, self._config, partial(sizes_of, side), self._now)
+        sampled = partial(sample, side, self.counters, self.reader_failed)
+        is_recorded = self._config.journal_path is not None
+        return Predictions(self.curve, self._bus, sampled if is_recorded else None, self._clocks.sleep)
+
+    def finish(self) -> None:
+        """Publish the last predictions for the journal. Call this method before closing the bus."""
+        if self._portal is not None and self._portal.is_alive and self._config.journal_path is not None:
+            with suppress(Exception):  # the run is over, so a sample that fails costs only itself
+                self._portal.spawn(self._predictions.refresh).result(_PATIENCE_S)
+                self._predictions.publish()
 
     def wait(self) -> None:
         """Wait a few seconds for each observer to end. Call this method after closing the bus."""
         if self._portal is not None and self._portal.is_alive:
+            self._predicting.cancel()
             for running in self._running:
                 with suppress(Exception):  # An observer's failure was logged when it happened.
                     running.result(_PATIENCE_S)

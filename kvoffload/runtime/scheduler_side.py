@@ -104,7 +104,7 @@ class SchedulerSide:
             drain_s=config.disk_drain_s,
         )
         if portal is not None:
-            self.observation.start(portal)
+            self.observation.start(portal, self)
 
     @property
     def counters(self) -> Counters:
@@ -417,6 +417,7 @@ class SchedulerSide:
 
     def close(self) -> None:
         """Stop the observers and close the lower tiers. Open jobs end when the workers close."""
+        self.observation.finish()
         self.bus.close()
         self.observation.wait()
         self._tiers.close()

@@ -64,6 +64,26 @@ class HostBytes(Enum):
     USED = "used"  # the pinned memory that contains blocks, or that a copy is filling
 
 
+class Part(Enum):
+    """The parts of a tier's capacity that the metrics report."""
+
+    TOTAL = "total"
+    FREE = "free"  # slots without a block
+
+
+class TierSizes(Enum):
+    """The tiers whose size a prediction varies."""
+
+    HOST = "host"
+    HOST_AND_DISK = "host_and_disk"  # the size of a disk below today's host
+
+
+CAPACITIES: Mapping[str, float] = {
+    "0.25x": 0.25, "0.5x": 0.5, "1x": 1.0, "2x": 2.0, "4x": 4.0, "8x": 8.0,
+}  # fmt: skip
+"""For each capacity of a prediction, by its label's value, the multiple of today's capacity."""
+
+
 class TierState(Enum):
     """The states of a tier below the host."""
 
@@ -162,11 +182,18 @@ class Pins(Protocol):
     oldest: float | None
 
 
+class Predicted(Protocol):
+    series: Mapping[str, Series]
+
+
 class Observed(Protocol):
     """The part of `Observation` that metric readers use."""
 
     @property
     def pins(self) -> Pins: ...
+
+    @property
+    def curve(self) -> Predicted | None: ...
 
 
 class Catalog(Protocol):
@@ -327,6 +354,9 @@ _TIER = Label("tier", Tier, served=(Tier.HOST, *_WITH_SLOTS))
 _COPY_TIERS = Label("tier", Tier, served=(Tier.HOST, *LOWER_TIERS))
 _LOWER_TIERS = Label("tier", Tier, served=LOWER_TIERS)
 _DIRECTION = Label("direction", Direction)
+_PART = Label("part", Part)
+_TIER_SIZES = Label("tiers", TierSizes)
+_CAPACITY = Label("capacity", served=tuple(CAPACITIES))
 # The states in which a job still uses memory.
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 _RESULT = Label("result", LookupResult)
@@ -408,6 +438,26 @@ def _capacities(side: HostSide) -> Series:
     for lower in _with_slots(side):
         found[lower.tier.value,] = lower.capacity
     return found
+
+
+def _capacity_blocks(side: HostSide) -> dict[Labels, float]:
+    found: dict[Labels, float] = {
+        (*tier, Part.TOTAL.value): slots for tier, slots in _capacities(side).items()
+    }
+    slots = _slots(side)
+    return found | {(tier, Part.FREE.value): slots[tier, label_of(SlotState.EMPTY)] for tier, _ in found}
+
+
+def _capacity_bytes(side: HostSide) -> Series:
+    sizes = _slot_bytes(side)
+    return {(tier, part): slots * sizes[tier,] for (tier, part), slots in _capacity_blocks(side).items()}
+
+
+def _predicted(metric: str) -> Callable[[Side], Series]:
+    """Return a reader of a metric about tiers of other sizes."""
+    return lambda side: (
+        {} if side.observation.curve is None else side.observation.curve.series.get(metric, {})
+    )
 
 
 def _slot_bytes(side: HostSide) -> Series:
@@ -544,6 +594,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_capacity_slots", "Slots that are ready on every rank.", Kind.GAUGE, (_TIER,), "slots", read=_capacities),
     Metric("kvoffload_slots", "Slots by state; the states sum to the capacity.", Kind.GAUGE, (_TIER, Label("state", SlotState)), "slots", read=_slots),
     Metric("kvoffload_slot_bytes", "Bytes of one slot, all ranks together; multiply by slots for the tier's bytes.", Kind.GAUGE, (_TIER,), "bytes", read=_slot_bytes),
+    Metric("kvoffload_capacity_blocks", "Blocks that fit into the tier, for routers and autoscalers: in total, and in slots without a block. A full cache is normal: a new block replaces the least recently used one.", Kind.GAUGE, (_TIER, _PART), "blocks", read=_capacity_blocks),
+    Metric("kvoffload_capacity_bytes", "The same in bytes, all ranks together.", Kind.GAUGE, (_TIER, _PART), "bytes", read=_capacity_bytes),
     Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) so far, and used.", Kind.GAUGE, (Label("state", HostBytes),), "bytes", read=_host_bytes),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.TierBlocksEvicted: "blocks"}),
     Metric("kvoffload_eviction_age_seconds", "Time since the last use of blocks that were evicted from the host for space. Blocks evicted together count once, with the block that was used last.", Kind.HISTOGRAM, (), "seconds", _AGE_BUCKETS, counts={events.BlocksEvicted: "age_s"}, where=_FOR_SPACE),
@@ -563,6 +615,13 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_break_even_tokens", "Hits of at least this many tokens are faster to load than to compute; 0 until measured, 1000000 if no hit is.", Kind.GAUGE, (), "tokens", read=lambda side: {(): side.benefit.break_even()[Tier.HOST]}),
     Metric("kvoffload_fetch_break_even_tokens", "Hits of at least this many tokens on a tier below the host are faster to fetch and load than to compute; 0 until measured, 1000000 if no hit is.", Kind.GAUGE, (_LOWER_TIERS,), "tokens", read=_fetch_break_even),
     Metric("kvoffload_net_benefit_negative", "1 after a minute in which waiting and interference cost more than loads saved, by over 1 % of the minute, until a minute with a gain.", Kind.GAUGE, (), "flag", read=lambda side: {(): int(side.benefit.is_negative)}),
+    # --- what tiers of other sizes would find ---
+    Metric("kvoffload_predicted_hit_tokens_ratio", "Share of prompt tokens that the device and a host of another size would have found, or a disk of another size below today's host; a capacity is a multiple of today's. Without a disk, the disk's capacities are multiples of the host's.", Kind.GAUGE, (_TIER_SIZES, _CAPACITY), "ratio", read=_predicted("kvoffload_predicted_hit_tokens_ratio")),
+    Metric("kvoffload_predicted_margin_ratio", "By how much the predicted shares may be off, because they follow a sample of the blocks (three standard deviations); 1 without lookups.", Kind.GAUGE, (), "ratio", read=_predicted("kvoffload_predicted_margin_ratio")),
+    Metric("kvoffload_predicted_unknown_ratio", "Share of prompt tokens that a tier of this capacity might have found in addition, had it been full at the engine's start. It shrinks with time.", Kind.GAUGE, (_TIER_SIZES, _CAPACITY), "ratio", read=_predicted("kvoffload_predicted_unknown_ratio")),
+    Metric("kvoffload_predicted_seconds", "Seconds of traffic that the predictions rest on. Once a day, what was counted before is halved.", Kind.GAUGE, (), "seconds", read=_predicted("kvoffload_predicted_seconds")),
+    Metric("kvoffload_predicted_prompt_tokens_per_second", "Prompt tokens a second in this time.", Kind.GAUGE, (), "tokens", read=_predicted("kvoffload_predicted_prompt_tokens_per_second")),
+    Metric("kvoffload_next_gib_tokens_per_second", "Prompt tokens a second that the next GiB would find: of host memory, or of a disk below today's host.", Kind.GAUGE, (_TIER_SIZES,), "tokens", read=_predicted("kvoffload_next_gib_tokens_per_second")),
     # --- health ---
     Metric("kvoffload_info", "Always 1; its labels are the engine's versions and settings.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.info: 1}),
     Metric("kvoffload_stale_blocks_zeroed_total", "Positions removed from requests' records because the engine reused their blocks.", Kind.COUNTER, (), "blocks", counts={events.BlocksZeroed: "blocks"}),

@@ -113,7 +113,9 @@ def scrub(text: str) -> str:
 
 
 # Fields of type `str` are free text, because every kind of id has its own type.
-_WRITERS: dict[object, Write | None] = {bytes: len, str: scrub, int: None, float: None, bool: None}
+_WRITERS: dict[object, Write | None] = {
+    bytes: len, str: scrub, int: None, float: None, bool: None, dict[str, float]: None,
+}  # fmt: skip
 
 
 class _ReadOfFacts(msgspec.Struct):

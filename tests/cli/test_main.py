@@ -179,6 +179,7 @@ importlib.import_module(main.COMMANDS[sys.argv[1]]).run = run
 sys.exit(main.main())
 """
 ARGUMENTS = {
+    "advise": ["9464"],
     "completion": ["bash"],
     "dashboards": ["export", "folder"],
     "report": ["journal"],

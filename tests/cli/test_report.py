@@ -94,6 +94,11 @@ def test_json_has_the_pages_numbers(
             f"{source}: {times['requests']:,}, p50 {times['p50']:,.1f} ms, p99 {times['p99']:,.1f} ms" in page
         )
     assert sum(times["requests"] for times in found["first_token_ms"].values()) >= 6 * 4
+    texts = [one["text"] for one in found["advice"]]
+    assert [text for text in texts if escape(text) not in page] == []
+    assert main(["advise", str(demo_journal)]) == Exit.OK
+    assert capsys.readouterr().out.splitlines() == texts
+    assert {one["about"] for one in found["advice"]} >= {"host", "disk", "stores", "trust"}
 
 
 @pytest.mark.slow

@@ -201,12 +201,13 @@ def test_a_row_has_the_operators_numbers(engine: Engine) -> None:
         "kvoffload_capacity_slots": {("disk",): 4},
         "kvoffload_slot_bytes": {("disk",): 2**20},
         "kvoffload_tier_state": {("disk", "open"): 1, ("remote", "opening"): 1},
+        "kvoffload_predicted_hit_tokens_ratio": {("host", "1x"): 0.29, ("host", "2x"): 0.41},
     }
     server = Server("http://h:1/metrics", now={"0": engine.reading(0.0)})
     assert cells(server) == [
         [
             *("h:1 0", "on", "60% (-)", "48 (-)", "0.0 (-)", "evicted (100%)"),
-            *("50% of 2.0 GiB, 25% pinned", "75% of 4.0 MiB, open", "opening"),
+            *("50% of 2.0 GiB, 25% pinned, 2x finds +12%", "75% of 4.0 MiB, open", "opening"),
         ]
     ]
     engine.state = {

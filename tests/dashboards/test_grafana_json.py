@@ -121,9 +121,9 @@ def test_panels_have_unique_ids_and_do_not_overlap(board: dict[str, Any]) -> Non
 
 
 def test_boards_can_be_distinguished_and_link_to_each_other() -> None:
-    assert [path.stem for path in FILES] == ["overview", "tiers", "transfers", "why"]
+    assert [path.stem for path in FILES] == ["capacity", "overview", "tiers", "transfers", "why"]
     boards = [json.loads(path.read_text()) for path in FILES]
-    assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 4
+    assert len({board["uid"] for board in boards}) == len({board["title"] for board in boards}) == 5
     assert all(board["links"][0]["tags"] == board["tags"] == ["kvoffload"] for board in boards)
 
 

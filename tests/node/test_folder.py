@@ -176,7 +176,9 @@ def test_what_engines_have_not_made_is_neither_listed_nor_changed_nor_removed(sh
     (shared_memory / "linked" / "owner.json").touch()
 
     def look() -> dict[Path, int]:
-        return {each: each.lstat().st_mode for each in shared_memory.rglob("*") if not each.is_relative_to(path)}
+        return {
+            each: each.lstat().st_mode for each in shared_memory.rglob("*") if not each.is_relative_to(path)
+        }
 
     before = look()
     assert [kept.path for kept in list_kept(shared_memory)] == [path]

@@ -106,7 +106,9 @@ def fail(*_: object) -> None:
     raise OSError("no such device")
 
 
-@pytest.mark.parametrize("cause", [Adoption.RESET, Adoption.TABLE_REFUSED, Adoption.OTHER_KV, Adoption.FAILED])
+@pytest.mark.parametrize(
+    "cause", [Adoption.RESET, Adoption.TABLE_REFUSED, Adoption.OTHER_KV, Adoption.FAILED]
+)
 def test_metric_event_and_log_say_why_nothing_was_adopted(
     lives: Lives, cause: Adoption, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.vllm.engine_rig import MARKS, PUBLISHING, Asked, Rig, check_same, offloading, prompt
+from tests.vllm.engine_rig import MARKS, PUBLISHING, Asked, Reported, Rig, check_same, offloading, prompt
 from tests.vllm.stock import checkpoints
 from tests.vllm.test_router_events import Router
 from tests.vllm.tiers_rig import CACHED, HOST_BLOCKS, KINDS, PROMPTS
@@ -27,7 +27,7 @@ def test_the_next_engine_finds_what_the_host_had(
     kind: checkpoints.Kind, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
-    answers = {}
+    answers: dict[str, Reported] = {}
     for life in range(2):
         with offloading(kind, tmp_path, HOST_BLOCKS[kind], extra={"host_path": str(shared_memory)}) as rig:
             wait_until_adopted(rig)

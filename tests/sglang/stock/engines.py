@@ -151,11 +151,6 @@ class Server(vllm.Server):
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
-    def kill(self) -> None:
-        """Kill all of the server's processes."""
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
 
 @contextmanager
 def serving(
