@@ -324,7 +324,7 @@ class Loads:
         state.tally.events.append(
             events.LoadScheduled(job.id, record.request, len(slots), tokens, tuple(slots))
         )
-        if adopted := state.pool.read(slots):
+        if state.pool.adopted and (adopted := state.pool.read(slots)):
             state.tally.events.append(events.AdoptedBlocksHit(adopted))
 
     def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:

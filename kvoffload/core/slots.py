@@ -343,7 +343,7 @@ class SlotPool:
     def read(self, slots: Iterable[SlotId]) -> int:
         """Record that a load reads these slots; return how many have adopted blocks that no load has read before."""
         adopted, count = self.adopted, 0
-        for slot in slots if adopted else ():
+        for slot in slots:
             count += adopted[slot]
             adopted[slot] = 0
         return count

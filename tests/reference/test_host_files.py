@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +21,7 @@ from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
 from kvoffload.model.ids import SlotId
 from kvoffload.node.table import HostTable
 from kvoffload.runtime import host_catalog
+from kvoffload.transfer.arena import Arena
 from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, KINDS, Rig, rig, text
 
@@ -374,3 +377,27 @@ def test_the_adopted_blocks_and_their_hits_are_events(start: StartEngine) -> Non
         hit = loaded(made)
     assert events == [BlocksAdopted(blocks), AdoptedBlocksHit(len(PROMPT) // BLOCK - 1)]
     assert hit == 2 * (len(PROMPT) // BLOCK - 1)
+
+
+def test_a_tmpfs_that_fills_up_while_memory_grows_leaves_the_slots_that_are_ready(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, chunks = os.posix_fallocate, []
+
+    def fallocate(descriptor: int, offset: int, size: int) -> None:
+        if offset == 4096 + len(chunks) * 16 * 1024:
+            chunks.append(offset)
+        if len(chunks) > 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor, offset, size)
+
+    monkeypatch.setattr("kvoffload.runtime.worker_side.slots_in_chunk", lambda layout: 16)
+    monkeypatch.setattr("kvoffload.runtime.worker_side.Arena", partial(Arena, chunk_bytes=16 * 1024))
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with capture_logs() as logs:
+        made = start()
+    monkeypatch.undo()
+    assert [line["ready_slots"] for line in logs if line["event"] == "host_memory_refused"] == [32]
+    assert made.offload.state.pool.capacity == 32
+    made.run(PROMPT)
+    made.assert_clean()
