@@ -77,6 +77,8 @@ class DiskCatalog:
         arrived: functions that each return one fact for the core. Each call of `take_facts` calls one of them.
         awaits_ranks: True while a rank's report about its slot file is missing.
         opening: the current stage of opening; None after the whole index was added to `due`, or the disk has failed.
+        on_open: called on the catalog's thread with the folder and the number of slots, before the core gets slots.
+        on_write: called on the catalog's thread with the folder, after records were written to the index.
     """
 
     def __init__(
@@ -103,6 +105,8 @@ class DiskCatalog:
         self.poll_s = inf
         self.opening: str | None = "identity of the weights"
         self.identity: KVIdentity | None = None
+        self.on_open: Callable[[OpenFolder, int], object] = lambda folder, slots: None
+        self.on_write: Callable[[OpenFolder], object] = lambda folder: None
         self._is_closed = self._was_reset = self._has_failed = False
         self._files: dict[Rank, SlotsFile] = {}
         self._folder: OpenFolder | None = None
@@ -263,6 +267,7 @@ class DiskCatalog:
             blocks=len(entries),
             index_was_cut=found is not None and found.is_cut,
         )
+        self.on_open(folder, slots)
         self.arrived.extend(_parts(entries, entries.free(slots), slots))
         self.opening = None
         if self._was_reset:
@@ -278,6 +283,8 @@ class DiskCatalog:
         self._entries -= sum(isinstance(record, Invalidate) for record in records)
         if self._index.is_mostly_garbage(self._entries):
             self._index = self._index.rewritten()
+        if self._folder is not None:
+            self.on_write(self._folder)
 
     def _sync(self) -> None:
         self._is_dirty = False

@@ -20,6 +20,7 @@ from kvoffload.model.engine import EngineIdentity
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import Tier
+from kvoffload.runtime.disk_catalog import DiskCatalog
 from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.scheduler_side import SchedulerSide
@@ -31,7 +32,7 @@ from kvoffload.transfer.host_memory import advise_host_bytes
 from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
 from kvoffload_vllm.events import TierEvents, find_wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
-from kvoffload_vllm.kept_notes import KeptNotes
+from kvoffload_vllm.kept_notes import DiskNotes, KeptNotes
 from kvoffload_vllm.kv_identity import Identification, engine_name, find_identity, find_problems
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
@@ -85,19 +86,14 @@ def start_scheduler(
     if publishes_events(vllm_config):
         state = offload.core.state
         indexes = {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in state.tiers}}
-        host = offload.catalogs.get(Tier.HOST)
-        kept = None
-        if isinstance(host, HostCatalog):
-            kept = KeptNotes(max(group.block_tokens for group in groups.shape.groups))
-            host.on_open = kept.open
         tier_events = TierEvents(
             groups,
             indexes,
             find_wire(kv_cache_config),
             device,
             offload.observation.removed,
-            kept,
-            lambda: bool(state.growing),
+            _kept_notes(offload, groups),
+            lambda tier: offload.catalogs[tier].is_restoring or (tier is Tier.HOST and bool(state.growing)),
         )
     VllmScheduler.__init__(
         scheduler,
@@ -111,6 +107,19 @@ def start_scheduler(
         tier_events,
         identification,
     )
+
+
+def _kept_notes(offload: SchedulerSide, groups: VllmGroups) -> dict[Tier, KeptNotes]:
+    """Return the notes beside the tables of the tiers whose blocks the next engine finds, and let the catalogs open them."""
+    tokens, kept = max(group.block_tokens for group in groups.shape.groups), dict[Tier, KeptNotes]()
+    for tier, catalog in offload.catalogs.items():
+        if isinstance(catalog, HostCatalog):
+            kept[tier] = notes = KeptNotes(tokens)
+            catalog.on_open = notes.open
+        elif isinstance(catalog, DiskCatalog):
+            kept[tier] = on_disk = DiskNotes(tokens)
+            catalog.on_open, catalog.on_write = on_disk.open, on_disk.flush
+    return kept
 
 
 def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:

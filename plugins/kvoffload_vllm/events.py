@@ -4,9 +4,10 @@ An event contains a block's tokens. vLLM knows the tokens only while the block's
 store the block much later. So `BlockNotes` records the tokens in a note when a request computes or loads the block, and
 keeps the note while the block may still arrive on a tier. Notes exist only if vLLM publishes events.
 
-For a block that another process stored on the disk or in the remote tier, the event waits until a request of this
-engine computes or loads the block. Blocks that an earlier engine left in host memory are announced at once, from
-`KeptNotes`: after the last one was adopted, parents first, some in each step. The remote tier's events cover only blocks that this engine stored or looked up.
+Blocks that an earlier engine left on the host or the disk are announced from `KeptNotes`: after the last one was
+adopted, parents first, some in each step. For other blocks that another process stored, the event waits until a request
+of this engine computes or loads the block. The remote tier's events cover only blocks that this engine stored or looked
+up.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ class TierEvents:
         wire: the event classes and conversions of the installed vLLM.
         device: vLLM's block pool.
         on_removed: called with this observer's name and its first exception, after which there are no more events.
-        kept: the notes beside host memory that outlives its engine; None without such memory.
-        is_adopting: returns whether the host may still get blocks of an earlier engine.
+        kept: for each tier on which an earlier engine may have left blocks, their notes.
+        is_adopting: returns whether a tier may still get blocks of an earlier engine.
     """
 
     def __init__(
@@ -168,8 +169,8 @@ class TierEvents:
         wire: Wire,
         device: VllmDevice,
         on_removed: Callable[[str, Exception], object],
-        kept: KeptNotes | None = None,
-        is_adopting: Callable[[], bool] = lambda: False,
+        kept: Mapping[Tier, KeptNotes] | None = None,
+        is_adopting: Callable[[Tier], bool] = lambda tier: False,
     ) -> None:
         on_host = indexes[Tier.HOST] if len(indexes) > 1 else ()
 
@@ -184,10 +185,11 @@ class TierEvents:
         self._ledgers = {tier: index.watch() for tier, index in indexes.items()}
         self._on_removed = on_removed
         self._is_removed = False
-        self._kept = kept
+        self._kept = kept or {}
         self._is_adopting = is_adopting
-        self._adopted: list[tuple[SlotId, BlockKey]] = []  # not announced yet
-        self._announcing: Iterator[tuple[SlotId, BlockKey]] | None = None  # the same, parents first
+        # For each tier in `kept`: blocks that are not announced yet, and the same with parents first.
+        self._adopted: dict[Tier, list[tuple[SlotId, BlockKey]]] = {}
+        self._announcing: dict[Tier, Iterator[tuple[SlotId, BlockKey]]] = {}
 
     def note(self, request: Request, first: int, computed_tokens: int) -> int:
         """Take notes about the blocks that a request has computed; see `BlockNotes.take`."""
@@ -223,24 +225,26 @@ class TierEvents:
             events += self.events(tier, [*arrived, *ledger])
             ledger.clear()
         late.clear()
-        if self._adopted and not self._is_adopting():
-            events += self._announce()
+        for tier in tuple(self._adopted):
+            if not self._is_adopting(tier):
+                events += self._announce(tier)
         return events
 
-    def _announce(self) -> Iterator[KVCacheEvent]:
-        """Yield the events of some adopted blocks that are still on the host."""
-        assert self._kept is not None
-        if self._announcing is None:
-            places = self._kept.by_depth([slot for slot, _ in self._adopted])
-            self._announcing = iter([self._adopted[place] for place in places])
-        some = [*islice(self._announcing, _ANNOUNCED)]
+    def _announce(self, tier: Tier) -> Iterator[KVCacheEvent]:
+        """Yield the events of some adopted blocks that are still on the tier."""
+        notes, adopted = self._kept[tier], self._adopted[tier]
+        if tier not in self._announcing:
+            places = notes.by_depth([slot for slot, _ in adopted])
+            self._announcing[tier] = iter([adopted[place] for place in places])
+        some = [*islice(self._announcing[tier], _ANNOUNCED)]
         for slot, key in some:
-            kept = self._kept.read(slot, key, self._tokens[split_key(key)[1]])
-            is_there = self._indexes[Tier.HOST].get(key) == slot
-            if kept is not None and is_there and self._awaits_no_more(key, Tier.HOST):
-                yield self._stored(Tier.HOST, key, BlockNote(kept.parent, kept.tokens))
+            kept = notes.read(slot, key, self._tokens[split_key(key)[1]])
+            is_there = self._indexes[tier].get(key) == slot
+            if kept is not None and is_there and self._awaits_no_more(key, tier):
+                yield self._stored(tier, key, BlockNote(kept.parent, kept.tokens))
         if len(some) < _ANNOUNCED:
-            self._adopted, self._announcing = [], None
+            del self._adopted[tier], self._announcing[tier]
+            notes.announced()
 
     def events(self, tier: Tier, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
         """Yield one removal event for each group, then one event for each arrived block, parents first.
@@ -271,18 +275,18 @@ class TierEvents:
             yield self._stored(tier, key, came[key])
 
     def _await(self, key: BlockKey, tier: Tier) -> None:
-        """Record that a block has arrived without a note. On the host, the engine before may have left one."""
+        """Record that a block has arrived without a note. The engine before may have left one."""
         self.notes.awaited.setdefault(key, set()).add(tier)
         slot = self._indexes[tier].get(key)
-        if tier is Tier.HOST and self._kept is not None and self._announcing is None and slot is not None:
-            self._adopted.append((slot, key))
+        if tier in self._kept and tier not in self._announcing and slot is not None:
+            self._adopted.setdefault(tier, []).append((slot, key))
 
     def _keep(self, tier: Tier, key: BlockKey, note: BlockNote) -> None:
-        """Keep the note of a block on the host for the engine after this one, if events of it need nothing more."""
+        """Keep a block's note for the engine after this one, if events of the block need nothing more."""
         slot = self._indexes[tier].get(key)
         is_plain = note.adapter is None and note.extra_keys is None
-        if tier is Tier.HOST and self._kept is not None and slot is not None and is_plain:
-            self._kept.write(slot, key, KeptNote(note.depth, note.parent, note.tokens))
+        if tier in self._kept and slot is not None and is_plain:
+            self._kept[tier].write(slot, key, KeptNote(note.depth, note.parent, note.tokens))
 
     def _awaits_no_more(self, key: BlockKey, tier: Tier) -> bool:
         """Remove a block's entry for a tier from `awaited`. Return whether there was such an entry."""

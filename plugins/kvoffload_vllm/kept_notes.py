@@ -1,11 +1,12 @@
-"""Keeps the data of KV cache events beside host memory in files, so that the next engine can announce what it adopts.
+"""Keeps the data of KV cache events for the next engine, which can then announce the blocks that it finds.
 
-    | header: magic, version, tokens of a block | record of each host slot: check, depth, length of parent, parent, tokens |
+    | header: magic, version, bytes of a block's tokens | record of each slot: check, depth, length of parent, parent, tokens |
 
-A record counts if its check fits the slot's key, so a record of an earlier block of the slot is harmless. Blocks of
-adapters, and blocks whose hash covers more than tokens, get no record: they are announced with their first use.
+A file lies beside the host's table, and another one beside the disk's index. A record counts if its check fits the
+slot's key, so a record of an earlier block of the slot is harmless. Blocks of adapters, and blocks whose hash covers
+more than tokens, get no record: they are announced with their first use.
 
-The file has the tokens of prompts, readable for this user only. It is written only while vLLM publishes events.
+The files have the tokens of prompts, readable for this user only. They are written only while vLLM publishes events.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _HEADER = struct.Struct("<8sII")
 _MAGIC, _VERSION = b"KVONOTES", 1
 _PARENT_BYTES = 64
 _RECORD = struct.Struct(f"<QIB{_PARENT_BYTES}s")
+_MOST_READ = 2**28  # the size of the largest file beside a disk's index that is read at a start
+_MOST_UNWRITTEN = 2**16  # how many records wait for the disk's thread at most; further ones are dropped
 
 
 class KeptNote(NamedTuple):
@@ -49,7 +52,9 @@ class KeptNote(NamedTuple):
 
 
 class KeptNotes:
-    """The notes of the blocks in one engine's host slots. `open` may run on any thread, everything else on the engine's.
+    """The notes beside the host's table, in memory that the next engine finds.
+
+    `open` may run on any thread, everything else runs on the engine's.
 
     Args:
         block_tokens: the largest number of tokens in a block.
@@ -58,7 +63,7 @@ class KeptNotes:
     def __init__(self, block_tokens: int) -> None:
         self._token_bytes = 4 * block_tokens
         self._pitch = _RECORD.size + self._token_bytes
-        self._memory: mmap.mmap | None = None
+        self._memory: mmap.mmap | bytes = b""
 
     def open(self, folder: OpenFolder, slots: int) -> None:
         """Open the file in the engine's folder, with the records that the engine before has left.
@@ -66,53 +71,106 @@ class KeptNotes:
         If the file cannot be used, adopted blocks are announced with their first use.
         """
         try:
-            self._memory = self._mapped(folder, slots)
+            descriptor = self._prepared(folder)
+            try:
+                os.posix_fallocate(descriptor, 0, PAGE + slots * self._pitch)
+                self._memory = mmap.mmap(descriptor, PAGE + slots * self._pitch)
+            finally:
+                os.close(descriptor)
         except (OSError, DiskError) as error:
-            log.warning(
-                "kept_notes_failed",
-                reason=str(error),
-                note="adopted blocks are announced with their first use",
-            )
-
-    def _mapped(self, folder: OpenFolder, slots: int) -> mmap.mmap:
-        header = _HEADER.pack(_MAGIC, _VERSION, self._token_bytes)
-        descriptor = folder.open(_NAME, os.O_RDWR | os.O_CREAT)
-        try:
-            if os.pread(descriptor, len(header), 0) != header:
-                os.ftruncate(descriptor, 0)
-            os.posix_fallocate(descriptor, 0, PAGE + slots * self._pitch)
-            os.pwrite(descriptor, header, 0)
-            return mmap.mmap(descriptor, PAGE + slots * self._pitch)
-        finally:
-            os.close(descriptor)
+            _say_failed(error)
 
     def write(self, slot: SlotId, key: BlockKey, note: KeptNote) -> None:
-        """Keep the note of the block in a slot. Without an open file, do nothing."""
-        parent = note.parent or b""
-        if self._memory is None or len(parent) > _PARENT_BYTES:
-            return
+        """Keep the note of the block in a slot, if there is a place for it."""
         start = PAGE + slot * self._pitch
-        tokens = note.tokens.ljust(self._token_bytes, b"\0")
-        body = _RECORD.pack(0, note.depth, len(parent), parent)[8:] + tokens
-        self._memory[start : start + self._pitch] = xxh3_64_intdigest(key + body).to_bytes(8, "little") + body
+        if isinstance(self._memory, mmap.mmap) and (record := self._packed(key, note)):
+            self._memory[start : start + self._pitch] = record
 
     def read(self, slot: SlotId, key: BlockKey, tokens: int) -> KeptNote | None:
         """Return the note of the block in a slot, which has this many tokens; None if there is none."""
-        if self._memory is None:
-            return None
         start = PAGE + slot * self._pitch
         record = self._memory[start : start + self._pitch]
+        if len(record) < self._pitch:
+            return None
         check, depth, length, parent = _RECORD.unpack_from(record)
-        if len(record) < self._pitch or check != xxh3_64_intdigest(key + record[8:]):
+        if check != xxh3_64_intdigest(key + record[8:]):
             return None
         end = _RECORD.size + 4 * tokens
         return KeptNote(depth, parent[:length] if length else None, record[_RECORD.size : end])
 
     def by_depth(self, slots: Sequence[SlotId]) -> list[int]:
-        """Return the positions in `slots`, parents before their children. Slots without a note may be anywhere."""
-        if self._memory is None:
-            return []
+        """Return the positions in `slots`, parents before their children. Slots beyond the file are left out."""
+        count = max(len(self._memory) - PAGE, 0) // self._pitch
         kind = np.dtype({"names": ["depth"], "formats": ["<u4"], "offsets": [8], "itemsize": self._pitch})
-        records = np.frombuffer(self._memory, kind, (len(self._memory) - PAGE) // self._pitch, PAGE)
-        found: list[int] = np.argsort(records["depth"][np.array(slots, np.int64)], kind="stable").tolist()
+        depths = np.frombuffer(self._memory, kind, count, PAGE)["depth"] if count else np.zeros(0, np.uint32)
+        known = np.array([place for place, slot in enumerate(slots) if slot < count], np.int64)
+        order = np.argsort(depths[np.array(slots, np.int64)[known]], kind="stable")
+        found: list[int] = known[order].tolist()
         return found
+
+    def announced(self) -> None:
+        """Release what is only needed until all blocks of the engine before are announced."""
+
+    def _prepared(self, folder: OpenFolder) -> int:
+        """Return a descriptor of the file, emptied if it has another format, with a header."""
+        header = _HEADER.pack(_MAGIC, _VERSION, self._token_bytes)
+        descriptor = folder.open(_NAME, os.O_RDWR | os.O_CREAT)
+        try:
+            if os.pread(descriptor, len(header), 0) != header:
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, header.ljust(PAGE, b"\0"), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _packed(self, key: BlockKey, note: KeptNote) -> bytes:
+        """Return a note's record; empty if the parent's hash is too long for it."""
+        parent = note.parent or b""
+        if len(parent) > _PARENT_BYTES:
+            return b""
+        tokens = note.tokens.ljust(self._token_bytes, b"\0")
+        body = _RECORD.pack(0, note.depth, len(parent), parent)[8:] + tokens
+        return xxh3_64_intdigest(key + body).to_bytes(8, "little") + body
+
+
+class DiskNotes(KeptNotes):
+    """The notes beside the disk's index. The engine's thread never waits for the disk: `open` and `flush` run on another."""
+
+    def __init__(self, block_tokens: int) -> None:
+        super().__init__(block_tokens)
+        self._unwritten: list[tuple[int, bytes]] = []
+        self._has_failed = False
+
+    def open(self, folder: OpenFolder, slots: int) -> None:
+        try:
+            with os.fdopen(self._prepared(folder), "rb") as file:
+                if os.fstat(file.fileno()).st_size <= _MOST_READ:
+                    self._memory = file.read()
+        except (OSError, DiskError) as error:
+            _say_failed(error)
+
+    def write(self, slot: SlotId, key: BlockKey, note: KeptNote) -> None:
+        if len(self._unwritten) < _MOST_UNWRITTEN and (record := self._packed(key, note)):
+            self._unwritten.append((PAGE + slot * self._pitch, record))
+
+    def flush(self, folder: OpenFolder) -> None:
+        """Write the records to the file. If that fails, write no more: the disk may still take blocks."""
+        unwritten, self._unwritten = self._unwritten, []
+        if not unwritten or self._has_failed:
+            return
+        try:
+            with os.fdopen(folder.open(_NAME, os.O_RDWR | os.O_CREAT), "r+b") as file:
+                for start, record in unwritten:
+                    os.pwrite(file.fileno(), record, start)
+        except (OSError, DiskError) as error:
+            self._has_failed = True
+            _say_failed(error)
+
+    def announced(self) -> None:
+        self._memory = b""
+
+
+def _say_failed(error: Exception) -> None:
+    note = "blocks of the engine before are announced with their first use"
+    log.warning("kept_notes_failed", reason=str(error), note=note)

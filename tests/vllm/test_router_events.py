@@ -15,16 +15,17 @@ pytestmark = MARKS
 
 
 class Router:
-    """Follows the events about blocks on the host. Like a radix tree, it accepts only blocks whose parent it
+    """Follows the events about blocks on the host, or another medium. Like a radix tree, it accepts only blocks whose parent it
     has.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, medium: str = "CPU") -> None:
+        self.medium = medium
         self.known: dict[tuple[int, Any], Any] = {}
         self.orphans: list[Any] = []
 
     def hear(self, batches: Sequence[Any]) -> None:
-        for event in (event for batch in batches for event in batch.events if event.medium == "CPU"):
+        for event in (event for batch in batches for event in batch.events if event.medium == self.medium):
             if type(event).__name__ == "BlockStored":
                 self._stored(event)
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import Tier
 from kvoffload_vllm.events import BlockNotes, TierEvents, Wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, vllm_groups
-from kvoffload_vllm.kept_notes import KeptNotes
+from kvoffload_vllm.kept_notes import DiskNotes, KeptNotes
 from kvoffload_vllm.progress import KeyMaker
 from kvoffload_vllm.support import Features
 from tests.vllm.adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
@@ -192,7 +192,7 @@ def test_events_are_made_only_if_the_engine_publishes_events() -> None:
 
 
 def tiers(
-    kept: KeptNotes | None = None, is_adopting: Callable[[], bool] = lambda: False
+    kept: Mapping[Tier, KeptNotes] | None = None, is_adopting: Callable[[Tier], bool] = lambda tier: False
 ) -> tuple[TierEvents, dict[Tier, KeyIndex], tuple[BlockKey, ...]]:
     known, indexes = groups(), {tier: KeyIndex() for tier in (Tier.HOST, Tier.DISK, Tier.REMOTE)}
     device = SimpleNamespace(block_of=lambda key: None)
@@ -265,11 +265,21 @@ def test_after_an_error_there_are_no_events_and_changes_are_not_collected(raises
 # -- host memory that outlives its engine ------------------------------------------------------------------------------
 
 
-def kept_notes(root: Path, slots: int = 16) -> KeptNotes:
-    kept = KeptNotes(8)
+FINDS = [Tier.HOST, Tier.DISK]
+
+
+def kept_notes(tier: Tier, root: Path, slots: int = 16) -> dict[Tier, KeptNotes]:
+    kept = KeptNotes(8) if tier is Tier.HOST else DiskNotes(8)
     with open_root(root) as folder:
         kept.open(folder, slots)
-    return kept
+    return {tier: kept}
+
+
+def leave(tier: Tier, kept: Mapping[Tier, KeptNotes], root: Path) -> None:
+    """Do what the disk's catalog does now and then."""
+    if isinstance(notes := kept[tier], DiskNotes):
+        with open_root(root) as folder:
+            notes.flush(folder)
 
 
 def _said(event: Any) -> tuple[Any, ...]:
@@ -277,16 +287,21 @@ def _said(event: Any) -> tuple[Any, ...]:
     return fields["group_idx"], fields["block_hashes"], fields["token_ids"]
 
 
-def test_adopted_blocks_are_announced_after_the_last_one_parents_first(shared_memory: Path) -> None:
-    published, indexes, keys = tiers(kept_notes(shared_memory))
+@pytest.mark.parametrize("tier", FINDS)
+def test_adopted_blocks_are_announced_after_the_last_one_parents_first(
+    shared_memory: Path, tier: Tier
+) -> None:
+    kept = kept_notes(tier, shared_memory)
+    published, indexes, keys = tiers(kept)
     published.notes.take(request(), 0, 8)
     slots = [*map(SlotId, range(len(keys)))]
-    indexes[Tier.HOST].add(keys, slots)
+    indexes[tier].add(keys, slots)
     before = list(published.take())
+    leave(tier, kept, shared_memory)
     adopting = [True]
-    published, indexes, _ = tiers(kept_notes(shared_memory, 32), lambda: adopting[0])
+    published, indexes, _ = tiers(kept_notes(tier, shared_memory, 32), lambda _: adopting[0])
     for place in reversed(range(len(keys))):  # the deepest is the least recently used, and is adopted first
-        indexes[Tier.HOST].add(keys[place : place + 1], slots[place : place + 1])
+        indexes[tier].add(keys[place : place + 1], slots[place : place + 1])
         assert list(published.take()) == []
     adopting.clear()
     adopting.append(False)
@@ -298,42 +313,55 @@ def test_adopted_blocks_are_announced_after_the_last_one_parents_first(shared_me
         assert kind == "stored"
         assert parent is None or (fields["group_idx"], parent) in known
         known.update((fields["group_idx"], one) for one in fields["block_hashes"])
-    indexes[Tier.HOST].remove(keys[:1])
+    indexes[tier].remove(keys[:1])
     assert [kind for kind, _ in published.take()] == ["removed"]
     assert (list(published.take()), published.notes.awaited) == ([], {})
 
 
-def test_an_adopted_block_that_leaves_before_it_is_announced_is_never_mentioned(shared_memory: Path) -> None:
-    published, indexes, keys = tiers(kept_notes(shared_memory))
+@pytest.mark.parametrize("tier", FINDS)
+def test_an_adopted_block_that_leaves_before_it_is_announced_is_never_mentioned(
+    shared_memory: Path, tier: Tier
+) -> None:
+    kept = kept_notes(tier, shared_memory)
+    published, indexes, keys = tiers(kept)
     published.notes.take(request(), 0, 8)
     slots = [*map(SlotId, range(len(keys)))]
-    indexes[Tier.HOST].add(keys, slots)
+    indexes[tier].add(keys, slots)
     published.take()
+    leave(tier, kept, shared_memory)
     adopting = [True]
-    published, indexes, _ = tiers(kept_notes(shared_memory), lambda: bool(adopting))
-    indexes[Tier.HOST].add(keys, slots)
+    published, indexes, _ = tiers(kept_notes(tier, shared_memory), lambda _: bool(adopting))
+    indexes[tier].add(keys, slots)
     assert list(published.take()) == []
-    indexes[Tier.HOST].remove(keys[1:])
+    indexes[tier].remove(keys[1:])
     adopting.clear()
     assert [_said(event)[:2] for event in published.take()] == [(0, [keys[0][:1].hex()])]
     assert published.notes.awaited == {}
 
 
-def test_a_slot_whose_note_is_of_another_block_is_announced_with_its_first_use(shared_memory: Path) -> None:
-    published, indexes, keys = tiers(kept_notes(shared_memory))
+@pytest.mark.parametrize("tier", FINDS)
+def test_a_slot_whose_note_is_of_another_block_is_announced_with_its_first_use(
+    shared_memory: Path, tier: Tier
+) -> None:
+    kept = kept_notes(tier, shared_memory)
+    published, indexes, keys = tiers(kept)
     published.notes.take(request(), 0, 8)
-    indexes[Tier.HOST].add(keys[:1], [SlotId(3)])
+    indexes[tier].add(keys[:1], [SlotId(3)])
     published.take()
-    published, indexes, _ = tiers(kept_notes(shared_memory))
-    indexes[Tier.HOST].add(keys[1:2], [SlotId(3)])
+    leave(tier, kept, shared_memory)
+    published, indexes, _ = tiers(kept_notes(tier, shared_memory))
+    indexes[tier].add(keys[1:2], [SlotId(3)])
     assert list(published.take()) == []
     published.notes.take(request(), 0, 8)
     assert [kind for kind, _ in published.take()] == ["stored"]
 
 
-def test_a_file_of_notes_that_cannot_be_made_costs_only_early_announcements(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tier", FINDS)
+def test_a_file_of_notes_that_cannot_be_made_costs_only_early_announcements(
+    tmp_path: Path, tier: Tier
+) -> None:
     (tmp_path / "notes").mkdir()
-    published, indexes, keys = tiers(kept_notes(tmp_path))
+    published, indexes, keys = tiers(kept_notes(tier, tmp_path))
     published.notes.take(request(), 0, 8)
-    indexes[Tier.HOST].add(keys[:1], [SlotId(0)])
+    indexes[tier].add(keys[:1], [SlotId(0)])
     assert [kind for kind, _ in published.take()] == ["stored"]
