@@ -46,6 +46,12 @@ def find(line: str | list[str]) -> Launch:
         "podman run --replace --device nvidia.com/gpu=all --security-opt=label=disable img M --ranks 2",
         "nerdctl run --env-file /nowhere --gpus=all img M --ranks 2",
         "docker compose run --rm img M --ranks 2",
+        "docker compose -f x.yml run -T --no-deps --build img M --ranks 2",
+        "podman run --tls-verify --no-hosts --pull=newer img M --ranks 2",
+        "apptainer run --nv --bind /a:/b image.sif M --ranks 2",
+        "singularity run --env A=b docker://x/img:1 M --ranks 2",
+        "apptainer instance run --nv $SIF name M --ranks 2",
+        "kubectl run x --image=img --restart=Never -- M --ranks 2",
     ],
 )
 def test_the_arguments_are_found_behind_launchers_and_images(line: str) -> None:
@@ -87,6 +93,29 @@ def test_a_pods_args_and_composes_command_are_the_arguments(words: list[str], wa
     assert list(find(words).arguments) == wanted
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#!/bin/sh\n# it's for two GPUs\nengine serve M --ranks 2  # don't raise it",
+        "engine serve M \\ \n  --ranks 2\r\n",
+        "MODEL=${MODEL:-M}\nengine serve $MODEL --ranks ${RANKS-2} ${MORE:-}",
+        "MORE='--ranks 2'\nengine serve M $MORE",
+        'MORE=(\n  --ranks 2\n)\nengine serve M "${MORE[@]}"',
+        "ExecStart=/usr/bin/engine serve M --ranks 2",
+        "$ engine serve M --ranks 2",
+        'CMD ["engine", "serve", "M", "--ranks", "2"]',
+        'ENTRYPOINT ["engine", "serve", "M", "--ranks", "2"]',
+        "# of the pod\ncommand: [engine, serve]\nargs:\n- M\n# as many as there are GPUs\n- --ranks # of one node\n- 2\n",
+        "entrypoint: [engine]\ncommand: serve M --ranks 2\n",
+        'command: ["/bin/sh", "-c"]\nargs:\n- |\n  engine serve M \\\n    --ranks 2\n',
+    ],
+)
+def test_scripts_and_container_files_are_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MODEL", "RANKS", "MORE"):
+        monkeypatch.delenv(name, raising=False)
+    assert list(find([text]).arguments) == REST
+
+
 def test_the_image_and_its_environment_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN", "of this machine")
     monkeypatch.setenv("ALLOCATOR", "of this machine")
@@ -105,9 +134,11 @@ def test_the_image_and_its_environment_are_known(tmp_path: Path, monkeypatch: py
 def test_variables_are_replaced_if_their_value_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL", "org/m")
     monkeypatch.delenv("RANKS", raising=False)
-    found = find(["sh", "-c", "PORT=8000 engine serve $MODEL --port ${PORT} --ranks $RANKS --id=$(POD_IP)"])
-    assert found.arguments == ("org/m", "--port", "8000", "--ranks", "$RANKS", "--id=$(POD_IP)")
-    assert found.placeholders == ["$RANKS", "--id=$(POD_IP)"]
+    found = find(
+        ["sh", "-c", "PORT=8000 engine serve $MODEL --port ${PORT} --ranks $RANKS --id=$(POD_IP) $@"]
+    )
+    assert found.arguments == ("org/m", "--port", "8000", "--ranks", "$RANKS", "--id=$(POD_IP)", "$@")
+    assert found.placeholders == ["$RANKS", "--id=$(POD_IP)", "$@"]
 
 
 @pytest.mark.parametrize(
