@@ -119,15 +119,32 @@ def test_strict_fails_if_a_check_could_not_be_made(capsys: pytest.CaptureFixture
     assert main(["doctor", "--strict", "--config", "host_bytes=1MiB"]) == 1
 
 
-def test_bad_settings_are_listed_together_and_no_check_uses_them(
+def test_bad_settings_are_listed_together_and_the_checks_use_the_others(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    bad = {
+        "host_bytse": 1,
+        "transfer_timeout_s": "soon",
+        "disk_path": f"{tmp_path}/disk",
+        "disk_bytes": "1MiB",
+    }
     path = tmp_path / "settings.json"
-    path.write_text('{"host_bytse": 1, "transfer_timeout_s": "soon"}')
+    path.write_text(json.dumps(bad))
     code, found = doctor(capsys, "--config", str(path))
-    assert (code, found[""], set(found)) == (1, "error", {"", "settings", *VLLM})
+    tiers = {"disk space", "disk folder"}
+    assert (code, set(found) - ON_SOCKETS) == (1, {"", "settings", *SIZED, *MACHINE, *VLLM, *tiers})
     assert "did you mean host_bytes?" in found["settings"]["finding"]
     assert "transfer_timeout_s" in found["settings"]["finding"]
+    assert found["disk space"]["finding"].startswith("1.0 MiB fit ")
+    assert {found[name]["verdict"] for name in SIZED} == {"unknown"}
+
+
+@pytest.mark.parametrize("bad", ["verify=no", "tier_key_file=/nowhere/key", "remote_url=http://x", "block=1"])
+def test_a_bad_setting_costs_no_other_check(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor(capsys, "--config", bad, "--config", "host_bytes=1000TiB")
+    assert (code, found["settings"]["verdict"]) == (1, "error")
+    assert found["host memory"]["finding"].startswith("1,000.0 TiB are too much")
+    assert set(found) >= {*SIZED, *MACHINE, *VLLM}
 
 
 def test_without_settings_it_reports_the_machine_and_advises_settings(
