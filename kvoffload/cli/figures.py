@@ -120,7 +120,7 @@ def check_installed() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as error:
-        raise CommandError(f"a report needs {error.name}: install kvoffload[report]") from error
+        raise CommandError(f"a report needs {error.name}: pip install 'kvoffload[report]'") from error
 
 
 def draw(account: Account) -> list[Figure]:

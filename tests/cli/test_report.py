@@ -154,7 +154,7 @@ def test_without_matplotlib_one_line_names_the_extra(
     write(journal, {"event": "BlocksOffered", "blocks": 3})
     assert main(["report", str(journal)]) == Exit.USAGE
     error = capsys.readouterr().err
-    assert "install kvoffload[report]" in error
+    assert "pip install 'kvoffload[report]'" in error
     assert error.count("\n") == 1
     assert main(["report", str(journal), "--json"]) == Exit.OK
     assert list(tmp_path.iterdir()) == [journal]
