@@ -210,7 +210,6 @@ def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool 
         strict: True to write a paragraph for each unknown result, because it makes the command fail.
     """
     by_verdict = {verdict: [one for one in findings if one.verdict is verdict] for verdict in _WORST_FIRST}
-    counted = ", ".join(f"{len(found)} {verdict}" for verdict, found in by_verdict.items() if found)
     shown = set(Verdict) if verbose else {*FAILING, Verdict.UNKNOWN} if strict else FAILING
     lines = [line for verdict in by_verdict if verdict in shown for line in _paragraphs(by_verdict[verdict])]
     if by_verdict[Verdict.UNKNOWN] and Verdict.UNKNOWN not in shown:
@@ -218,7 +217,19 @@ def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool 
     if by_verdict[Verdict.OK] and not verbose:
         passed = len(by_verdict[Verdict.OK])
         lines += ["", f"{passed} check{'s' * (passed != 1)} passed (--verbose lists them)"]
-    return "\n".join([f"{_coloured(worst(findings))}: {counted}", "", *lines])
+    return "\n".join([_head(by_verdict, strict=strict), "", *lines])
+
+
+def _head(by_verdict: Mapping[Verdict, Sequence[Finding]], *, strict: bool) -> str:
+    """Return the verdict in one line, and how many checks there are of each."""
+    counts = {verdict: len(found) for verdict, found in by_verdict.items() if found}
+    problems = ", ".join(f"{counts[one]} {one}{'s' * (counts[one] != 1)}" for one in counts if one in FAILING)
+    passed, lacking = counts.get(Verdict.OK, 0), counts.get(Verdict.UNKNOWN, 0)
+    others = [f"{lacking} need{'s' * (lacking == 1)} more input"] * bool(lacking) + [f"{passed} passed"]
+    first = next(iter(counts))
+    if problems or (strict and first is Verdict.UNKNOWN):
+        return f"{_coloured(first)}: {', '.join(filter(None, [problems, *others]))}"
+    return f"no problem found: of {passed + lacking} checks, {', '.join(others)}"
 
 
 def _by_remedy(findings: Sequence[Finding]) -> str:

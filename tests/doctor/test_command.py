@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.checks.check import Finding, Verdict
+from kvoffload.checks.check import FAILING, Finding, Verdict
 from kvoffload.cli import doctor as command
 from kvoffload.cli.doctor import as_text, worst
 from kvoffload.cli.main import main
@@ -72,7 +72,7 @@ def test_problems_come_first_then_missing_settings_and_a_count_of_passed_checks(
     ]
     lines = as_text(answers).splitlines()
     assert lines == [
-        "error: 1 error, 1 warning, 3 unknown, 1 ok",
+        "error: 1 error, 1 warning, 3 need more input, 1 passed",
         "",
         "error    six: text",
         "         remedy: do",
@@ -83,6 +83,11 @@ def test_problems_come_first_then_missing_settings_and_a_count_of_passed_checks(
         "1 check passed (--verbose lists them)",
     ]
     assert "unknown  one: text" in as_text(answers, strict=True)
+    harmless = [one for one in answers if one.verdict not in FAILING]
+    assert as_text(harmless).splitlines()[0] == "no problem found: of 4 checks, 3 need more input, 1 passed"
+    assert as_text(harmless[:1], strict=True).startswith("unknown: 1 needs more input, 0 passed")
+    assert as_text(harmless[1:2]).startswith("no problem found: of 1 checks, 1 passed")
+    assert as_text([answers[5], answers[5]]).startswith("error: 2 errors, 0 passed")
     assert worst(answers) is Verdict.ERROR
     assert worst(answers[:3]) is Verdict.WARNING
     assert worst(answers[:2]) is Verdict.UNKNOWN
@@ -109,7 +114,7 @@ def test_the_verdict_has_a_colour_on_a_terminal(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     monkeypatch.setenv("NO_COLOR", no_colour)
     first, _, paragraph, *_ = as_text([LONG]).splitlines()
-    assert first == f"{word}: 1 warning"
+    assert first == f"{word}: 1 warning, 0 passed"
     assert paragraph.startswith(f"{word}  host pool: word")
 
 
