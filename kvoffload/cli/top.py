@@ -341,7 +341,8 @@ def _watch(servers: list[Server], interval_s: float) -> None:
             problems = [f"{one.url}: {one.problem}; trying again" for one in servers if one.problem]
             lines = [Text(printable(text), "bold red") for text in problems]
             head = f"{time.strftime('%H:%M:%S')}, every {interval_s:g} s, Ctrl-C ends"
-            live.update(Group(table(servers), *lines, Text(head, "dim")), refresh=True)
+            rows = [table(servers)] if any(server.now for server in servers) else []
+            live.update(Group(*rows, *lines, Text(head, "dim")), refresh=True)
             time.sleep(interval_s)
 
 
