@@ -144,8 +144,8 @@ def _find_after_run(words: Sequence[str], number: int, commands: re.Pattern[str]
     programs, rest = {Path(word).name for word in words[:number]}, words[number + 1 :]
     if programs & _RUNTIMES:
         return _find_in_container(rest, commands)
-    if "kubectl" in programs and (image := _IMAGE_OF_KUBECTL.search(" ".join(rest))) and "--" in rest:
-        return _find_in_image(image[1], rest[rest.index("--") + 1 :], {}, commands)
+    if "kubectl" in programs and (named := _IMAGE_OF_KUBECTL.search(" ".join(rest))) and "--" in rest:
+        return _find_in_image(named[1], rest[rest.index("--") + 1 :], {}, commands)
     if programs & _OF_CLUSTERS:
         image = next((word for word in rest if _IMAGE_OF_CLUSTERS.fullmatch(word)), None)
         if image is not None:

@@ -17,7 +17,9 @@ from kvoffload.transfer.host_memory import read_file
 
 _TIMEOUT_S = 2.0
 _NETWORKED = ("nfs", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse")
-_OTHER_SERVER = "choose an S3 server with conditional writes, ranges, and listings in order that begin at start-after"
+_OTHER_SERVER = (
+    "choose an S3 server with conditional writes, ranges, and listings in order that begin at start-after"
+)
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 

@@ -64,9 +64,8 @@ def _words(value: object) -> list[str]:
 def _split(text: str) -> list[str]:
     text = _COMMENT.sub(lambda found: found[1] or "", text)
     for name, items in _ARRAY.findall(text):
-        text = re.sub(
-            rf"\"?\$\{{{name}\[[@*]\]\}}\"?", lambda _, items=items: " ".join(items.split("\n")), text
-        )
+        value = items.replace("\n", " ").replace("\\", r"\\")  # a backslash stands for itself
+        text = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', value, text)
     text = _NUMBERED.sub("", _CONTINUED.sub(" ", text)).strip()
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";<>|&\n")
     lexer.whitespace = " \t\r"
