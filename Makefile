@@ -36,7 +36,7 @@ ON_SGLANG = PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(SGLANG)
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep disk-kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
 .DELETE_ON_ERROR:
 
 help:
@@ -215,6 +215,12 @@ dashboards: venv  ## write the dashboards and the runbook
 screenshot: venv $(if $(ARGS),,vllm-env)  ## take the documents' picture of two vLLM engines
 	@.ci/tools || true
 	@$(BIN)/python -m dashboards.pictures $(ARGS)
+
+release: venv  ## build sdist, wheel and bill of materials into dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python .ci/sbom.py > dist/kvoffload.cdx.json
+	cd dist && sha256sum * > SHA256SUMS
 
 lock: venv  ## resolve .ci/requirements.lock from pyproject.toml
 	$(BIN)/python .ci/lock.py
