@@ -82,7 +82,10 @@ def metrics_table() -> str:
 
 
 def _labels_of(metric: Metric) -> str:
-    return "; ".join(f"`{label.name}`: {', '.join(label.values)}" for label in metric.labels)
+    # The site breaks code, so that the column can be narrow.
+    return "; ".join(
+        f"`{label.name}`: {', '.join(f'`{value}`' for value in label.values)}" for label in metric.labels
+    )
 
 
 def main() -> int:
