@@ -46,7 +46,7 @@ pytestmark = [
 
 def render(folder: Path) -> list[dict[str, Any]]:
     environment = {"PATH": os.defpath, "HOME": "/nowhere"}  # no cluster of this machine
-    command = [KUBECTL, "kustomize", folder]
+    command = [str(KUBECTL), "kustomize", str(folder)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))

@@ -197,7 +197,7 @@ def read_results(junit: str) -> dict[str, str]:
 def render(rows: Sequence[Sequence[str]]) -> str:
     """Return a table with a column for each row, because a page has more room for scenes below each other."""
     title, *lines = zip(["vLLM", *COLUMNS], *rows, strict=True)
-    lines = [title, ["---"] * len(title), *lines]
+    lines = [title, ("---",) * len(title), *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
