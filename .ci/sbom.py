@@ -64,7 +64,7 @@ def bill(project: dict[str, Any], pins: dict[str, str]) -> dict[str, Any]:
         "purl": own,
     }
     licence = [{"license": {"id": project["license"]}}]
-    edges: dict[str, set[str]] = {own: direct, **{purls[name]: found[name] for name in sorted(found)}}
+    edges: dict[str, set[str]] = {own: {*direct}, **{purls[name]: found[name] for name in sorted(found)}}
     content: dict[str, Any] = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",

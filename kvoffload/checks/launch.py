@@ -29,7 +29,7 @@ _FLAGS = {
 _SHORT_FLAGS = re.compile(r"-[ditPqT]+")
 _OF_CLUSTERS = {"apptainer", "singularity"}
 _IMAGE_OF_KUBECTL = re.compile(r"--image[= ](\S+)")
-_IMAGE_OF_CLUSTERS = re.compile(r".+\.(?:sif|simg|img)|\w[\w-]*://.+|\$.+")
+_IMAGE_OF_CLUSTERS = re.compile(r".+\.(?:sif|simg|img)|\w[\w-]*://.+|\$\{?\w+\}?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|\((\w+)\)|(\w+))")
 _PLACEHOLDER = re.compile(r"\$[\w{(@*]")
@@ -128,8 +128,8 @@ def _find(
                 return Launch(tuple(_until_operator(words[number + 1 :])), environ, command)
         if word == "run" and (launch := _find_after_run(words, number, commands)):
             return launch
-        if any(map(str.isspace, word)) and commands.search(" ".join(word.split())):
-            return _find(split_script(word), commands, environ, outer)
+        if commands.search(" ".join(word.split())) and (parts := split_script(word)) != [word]:
+            return _find(parts, commands, environ, outer)
         if assigned := _ASSIGNMENT.fullmatch(word):
             environ[assigned[1]] = _valued(assigned[2], {**outer, **environ})
     return None

@@ -11,7 +11,7 @@ from kvoffload.model.errors import ConfigError
 
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
 _COMMENT = re.compile(rf"({_QUOTED})|(?:^|(?<=\s))#[^\n]*", re.DOTALL | re.MULTILINE)
-_ARRAY = re.compile(rf"^\s*(\w+)=\(((?:{_QUOTED}|[^)'\"\\])*)\)", re.DOTALL | re.MULTILINE)
+_ARRAY = re.compile(rf"^[ \t]*(\w+)=\(((?:{_QUOTED}|[^)'\"\\])*)\)", re.DOTALL | re.MULTILINE)
 _CONTINUED = re.compile(r"\\[ \t\r]*\n|\n(?=\s*-)")
 """A line's end that does not end a command. No command begins with "-", so such a line continues the one before it."""
 _NUMBERED = re.compile(r"(?<=\s)\d(?=>)")

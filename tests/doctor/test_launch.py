@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvoffload.checks.launch import Launch, find_launch
 from kvoffload.model.errors import ConfigError
@@ -50,7 +53,7 @@ def find(line: str | list[str]) -> Launch:
         "podman run --tls-verify --no-hosts --pull=newer img M --ranks 2",
         "apptainer run --nv --bind /a:/b image.sif M --ranks 2",
         "singularity run --env A=b docker://x/img:1 M --ranks 2",
-        "apptainer instance run --nv $SIF name M --ranks 2",
+        "apptainer instance run --nv --bind $HOME:/data $SIF name M --ranks 2",
         "kubectl run x --image=img --restart=Never -- M --ranks 2",
     ],
 )
@@ -155,9 +158,52 @@ def test_variables_are_replaced_if_their_value_is_known(monkeypatch: pytest.Monk
         ["sh", "-c", "engine serve 'M"],
         [""],
         ["[1, 2"],
+        ["engine\x0bserve"],
+        ["sh", "-c", "engine\u00a0serve M"],
     ],
 )
 def test_a_line_that_does_not_start_the_engine_is_one_problem(words: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         find(words)
     assert len(raised.value.problems) == 1
+
+
+PARTS = [
+    *(
+        "engine serve M",
+        "engine",
+        "serve",
+        "run",
+        "docker run",
+        "kubectl run --image=x --",
+        "apptainer run x.sif",
+    ),
+    *(
+        "A=(",
+        "A=",
+        "${A[@]}",
+        "${A:-",
+        "}",
+        "$A",
+        "$(",
+        "args:",
+        "command: [",
+        "- ",
+        "#",
+        "--entrypoint",
+        "-e",
+    ),
+    *("'", '"', "\\", "\n", " ", ")", "]", "{", ": ", "&", "!!int x", "*x", "? ", "CMD", "\u00a0", "--"),
+]
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=12).map("".join),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_property_any_line_is_read_or_refused(words: list[str]) -> None:
+    with suppress(ConfigError):
+        assert all(isinstance(word, str) for word in find(words).arguments)
