@@ -229,7 +229,8 @@ def _head(by_verdict: Mapping[Verdict, Sequence[Finding]], *, strict: bool) -> s
     first = next(iter(counts))
     if problems or (strict and first is Verdict.UNKNOWN):
         return f"{_coloured(first)}: {', '.join(filter(None, [problems, *others]))}"
-    return f"no problem found: of {passed + lacking} checks, {', '.join(others)}"
+    checks = f"{passed + lacking} check{'s' * (passed + lacking != 1)}"
+    return f"no problem found: of {checks}, {', '.join(others)}"
 
 
 def _by_remedy(findings: Sequence[Finding]) -> str:

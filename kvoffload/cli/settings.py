@@ -105,12 +105,9 @@ def schema(settings: Mapping[str, Setting]) -> dict[str, object]:
 def _kind(setting: Setting) -> dict[str, object]:
     """Return the schema of a setting's values."""
     is_size = get_args(setting.type)[1] is get_args(Bytes)[1]
-    text = json.dumps(
-        _SIZE if is_size else msgspec.json.schema(setting.type, schema_hook=lambda _: {"type": "string"})
-    )
-    found: dict[str, object] = json.loads(
-        text.replace(r"\\Z", "$")
-    )  # the end of a text, as other languages write it
+    kind = _SIZE if is_size else msgspec.json.schema(setting.type, schema_hook=lambda _: {"type": "string"})
+    # Python's end of a text, and the one that other languages know.
+    found: dict[str, object] = json.loads(json.dumps(kind).replace(r"\\Z", "$"))
     return {**found, "title": setting.allowed, "description": setting.meaning}
 
 

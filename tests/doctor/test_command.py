@@ -86,7 +86,7 @@ def test_problems_come_first_then_missing_settings_and_a_count_of_passed_checks(
     harmless = [one for one in answers if one.verdict not in FAILING]
     assert as_text(harmless).splitlines()[0] == "no problem found: of 4 checks, 3 need more input, 1 passed"
     assert as_text(harmless[:1], strict=True).startswith("unknown: 1 needs more input, 0 passed")
-    assert as_text(harmless[1:2]).startswith("no problem found: of 1 checks, 1 passed")
+    assert as_text(harmless[1:2]).startswith("no problem found: of 1 check, 1 passed")
     assert as_text([answers[5], answers[5]]).startswith("error: 2 errors, 0 passed")
     assert worst(answers) is Verdict.ERROR
     assert worst(answers[:3]) is Verdict.WARNING
