@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 VLLM := $(VENV)/vllm/bin/python
 SGLANG := $(VENV)/sglang/bin/python
 NEW_ENOUGH := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvoffload needs Python 3.11 or newer; name one with PYTHON=")'
-OTHER_PYTHONS := 3.12 3.13
+OTHER_PYTHONS := 3.12 3.13 3.14
 FAST_MARKS := not slow and not full and not gpu and not vllm and not sglang
 # A file's tests stay on one worker, so that what a file starts for all of them is started once.
 WORKERS := -n 2 --dist loadfile
@@ -36,7 +36,7 @@ ON_SGLANG = PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(SGLANG)
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot lock venv wheel vllm-env sglang-env kernel-env tools clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
 .DELETE_ON_ERROR:
 
 help:
@@ -76,7 +76,7 @@ test-sglang: $(VENV)/wheel/ready sglang-env  ## run the part of make test that n
 	@.ci/timed "tests on SGLang" $(WITH_SGLANG) -m "sglang and not full" $(or $(ARGS),tests/sglang)
 
 test-all: PROFILE := full
-test-all: $(VENV)/wheel/ready vllm-env sglang-env quick-others size  ## run every test that this machine can run
+test-all: $(VENV)/wheel/ready vllm-env sglang-env quick-others size kubectl  ## run every test that this machine can run
 	@.ci/tools || { test -z "$$CI" || exit 1; echo "Tests that need those programs are skipped."; }
 	@.ci/timed "all tests without vLLM" $(WITHOUT_VLLM) -m "not vllm and not sglang" $(ARGS)
 	@$(if $(ARGS),,.ci/timed "versions of vLLM" $(VERSIONS) --check)
@@ -216,6 +216,12 @@ screenshot: venv $(if $(ARGS),,vllm-env)  ## take the documents' picture of two 
 	@.ci/tools || true
 	@$(BIN)/python -m dashboards.pictures $(ARGS)
 
+release: venv  ## build sdist, wheel and bill of materials into dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python .ci/sbom.py > dist/kvoffload.cdx.json
+	cd dist && sha256sum * > SHA256SUMS
+
 lock: venv  ## resolve .ci/requirements.lock from pyproject.toml
 	$(BIN)/python .ci/lock.py
 	@$(MAKE) --no-print-directory venv
@@ -239,6 +245,9 @@ kernel-env: venv  ## set up Triton in .venv/triton (1 GB)
 
 tools:  ## install the system packages that some tests use
 	@.ci/tools || true
+
+kubectl: venv  ## install kubectl, which renders the files for clusters
+	@.ci/kubectl || test -z "$$CI"
 
 clean:  ## remove .venv and every cache
 	rm -rf $(VENV) dist .hypothesis .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

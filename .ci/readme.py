@@ -56,8 +56,16 @@ def settings_tables() -> str:
 
 
 def _settings_table(settings: list[tuple[str, Setting]]) -> str:
-    rows = [f"| {_linked(name)} | {one.default} | {one.meaning} | {one.allowed} |" for name, one in settings]
+    rows = [
+        f"| {_linked(name)} | {_breakable(one.default)} | {one.meaning} | {_breakable(one.allowed)} |"
+        for name, one in settings
+    ]
     return "\n".join(["| key | default | meaning | values |", "|---|---|---|---|", *rows])
+
+
+def _breakable(text: str) -> str:
+    """Return a text with its long words as code, which the site breaks if a column is narrow."""
+    return re.sub(r'"\S{12,}"|[A-Z_]{20,}', r"`\g<0>`", text)
 
 
 def _linked(name: str) -> str:
@@ -76,7 +84,10 @@ def metrics_table() -> str:
 
 
 def _labels_of(metric: Metric) -> str:
-    return "; ".join(f"`{label.name}`: {', '.join(label.values)}" for label in metric.labels)
+    # The site breaks code, so that the column can be narrow.
+    return "; ".join(
+        f"`{label.name}`: {', '.join(f'`{value}`' for value in label.values)}" for label in metric.labels
+    )
 
 
 def main() -> int:

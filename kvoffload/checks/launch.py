@@ -2,11 +2,11 @@
 
 The arguments may follow the engine's command, a container's image, or nothing at all, as in a pod's `args`. The command
 may stand in a script, such as that of `bash -c`. An adapter names the engine's commands by a regular expression.
+`split_script` makes words of a text; this module looks for the engine's command in them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -15,24 +15,25 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
+from kvoffload.checks.script import split_script
 from kvoffload.model.errors import ConfigError
 
 _RUNTIMES = {"docker", "nerdctl", "nvidia-docker", "podman"}
 _FLAGS = {
-    *("--detach", "--disable-content-trust", "--init", "--interactive", "--no-healthcheck", "--oom-kill-disable"),
-    *("--privileged", "--publish-all", "--quiet", "--read-only", "--replace", "--rm", "--rmi", "--sig-proxy", "--tty"),
+    *("--build", "--detach", "--disable-content-trust", "--env-host", "--init", "--interactive", "--no-deps"),
+    *("--no-healthcheck", "--no-hostname", "--no-hosts", "--no-TTY", "--oom-kill-disable", "--privileged"),
+    *("--publish-all", "--quiet", "--quiet-pull", "--read-only", "--read-only-tmpfs", "--remove-orphans", "--replace"),
+    *("--rm", "--rmi", "--service-ports", "--sig-proxy", "--tls-verify", "--tty", "--unsetenv-all", "--use-aliases"),
 }  # fmt: skip
-"""The options of `docker run` and `podman run` that take no value. All other options take one."""
-_SHORT_FLAGS = re.compile(r"-[ditPq]+")
+"""The options of `run` of Docker, Docker Compose and Podman that take no value. All other options take one."""
+_SHORT_FLAGS = re.compile(r"-[ditPqT]+")
+_OF_CLUSTERS = {"apptainer", "singularity"}
+_IMAGE_OF_KUBECTL = re.compile(r"--image[= ](\S+)")
+_IMAGE_OF_CLUSTERS = re.compile(r".+\.(?:sif|simg|img)|\w[\w-]*://.+|\$\{?\w+\}?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|\((\w+)\)|(\w+))")
-_PLACEHOLDER = re.compile(r"\$[A-Za-z_{(]")
+_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|\((\w+)\)|(\w+))")
+_PLACEHOLDER = re.compile(r"\$[\w{(@*]")
 _OPERATOR = re.compile(r"[|&;<>\n]+")
-_CONTINUED = re.compile(r"\\\n|\n(?=\s*-)")
-"""A line's end that does not end a command. No command begins with "-", so such a line continues the one before it."""
-_HEAD = re.compile(r"^\s*(?:args|command):[ \t]*(?:[>|]-?)?\s*")
-_NUMBERED = re.compile(r"(?<=\s)\d(?=>)")
-"""The number of a redirection, as in `2>&1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,68 +80,78 @@ def find_launch(words: Sequence[str], commands: re.Pattern[str], example: str) -
         ConfigError: the command line does not start the engine.
     """
     words = split_script(words[0]) if len(words) == 1 else list(words)
-    found = _find(words, commands, {})
+    found = _find(words, commands, {}, os.environ)
     if found is None and _are_arguments(words):
         found = Launch(tuple(words))
     if found is None:
         raise ConfigError(
             [f"{shlex.join(words)[:80]!r} does not start the engine; give a line such as: {example}"]
         )
-    known = found.whole_environ
-    expanded = tuple(
-        _VARIABLE.sub(lambda one: known.get(one[one.lastindex or 0], one[0]), word)
-        for word in found.arguments
-    )
+    expanded = tuple(part for word in found.arguments for part in _expanded(word, found.whole_environ))
     return Launch(expanded, found.environ, found.command, found.image)
 
 
-def split_script(text: str) -> list[str]:
-    """Return the words of a shell script, or the items of a JSON list or a YAML list of texts.
+def _expanded(word: str, known: Mapping[str, str]) -> list[str]:
+    """Return a word with the values of its variables. Only a variable can make several words: that of further options."""
+    text = _valued(word, known)
+    is_whole = text != word and _VARIABLE.fullmatch(word)
+    return split_script(text) if is_whole and text[:1] in ("", "-") else [text]
 
-    Raises:
-        ConfigError: a quote is not closed.
+
+def _valued(text: str, known: Mapping[str, str]) -> str:
+    """Return a text in which each variable whose value is known is replaced by the value."""
+
+    def value(found: re.Match[str]) -> str:
+        name, default = found[1] or found[3] or found[4], found[2]
+        if name in known and (known[name] or default is None):
+            return known[name]
+        return found[0] if default is None else default
+
+    return _VARIABLE.sub(value, text)
+
+
+def _find(
+    words: Sequence[str], commands: re.Pattern[str], environ: dict[str, str], outer: Mapping[str, str]
+) -> Launch | None:
+    """Return the first start in words; None if they contain none.
+
+    Args:
+        words: the words.
+        commands: matches the engine's commands.
+        environ: the environment variables that the line sets before the words. Those that the words set are added.
+        outer: the other environment variables that a script sees.
     """
-    text = _HEAD.sub("", text, count=1)
-    if text.lstrip().startswith("["):
-        try:
-            return [str(item) for item in json.loads(text)]
-        except (ValueError, RecursionError):
-            pass
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if lines and all(line.startswith("- ") for line in lines):
-        return [_unquoted(line[2:].strip()) for line in lines]
-    text = _NUMBERED.sub("", _CONTINUED.sub(" ", text)).strip()
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=";<>|&\n")
-    lexer.whitespace = " \t\r"
-    lexer.whitespace_split = True
-    lexer.commenters = ""
-    try:
-        return list(lexer)
-    except ValueError as error:
-        raise ConfigError([f"{text[:80]!r} cannot be split into words: {error}"]) from error
-
-
-def _unquoted(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
-
-
-def _find(words: Sequence[str], commands: re.Pattern[str], environ: dict[str, str]) -> Launch | None:
     for number, word in enumerate(words):
         pair = " ".join(words[number - 1 : number + 1]) if number else word
         for command in (word, pair):
             if commands.fullmatch(command):
                 return Launch(tuple(_until_operator(words[number + 1 :])), environ, command)
-        if word == "run" and any(Path(one).name in _RUNTIMES for one in words[:number]):
-            return _find_in_container(words[number + 1 :], commands)
-        if any(map(str.isspace, word)) and commands.search(" ".join(word.split())):
-            return _find(split_script(word), commands, environ)
+        if word == "run" and (launch := _find_after_run(words, number, commands)):
+            return launch
+        if commands.search(" ".join(word.split())) and (parts := split_script(word)) != [word]:
+            return _find(parts, commands, environ, outer)
         if assigned := _ASSIGNMENT.fullmatch(word):
-            environ[assigned[1]] = assigned[2]
+            environ[assigned[1]] = _valued(assigned[2], {**outer, **environ})
     return None
 
 
 def _until_operator(words: Sequence[str]) -> Iterator[str]:
     yield from takewhile(lambda word: not _OPERATOR.fullmatch(word), words)
+
+
+def _find_after_run(words: Sequence[str], number: int, commands: re.Pattern[str]) -> Launch | None:
+    """Return the start in a container that the word `run` with this number in `words` runs."""
+    programs, rest = {Path(word).name for word in words[:number]}, words[number + 1 :]
+    if programs & _RUNTIMES:
+        return _find_in_container(rest, commands)
+    if "kubectl" in programs and (named := _IMAGE_OF_KUBECTL.search(" ".join(rest))) and "--" in rest:
+        return _find_in_image(named[1], rest[rest.index("--") + 1 :], {}, commands)
+    if programs & _OF_CLUSTERS:
+        image = next((word for word in rest if _IMAGE_OF_CLUSTERS.fullmatch(word)), None)
+        if image is not None:
+            inside = rest[rest.index(image) + 1 + ("instance" in words[:number]) :]
+            return _find_in_image(image, inside, {}, commands)
+    return None
 
 
 def _find_in_container(words: Sequence[str], commands: re.Pattern[str]) -> Launch | None:
@@ -159,11 +170,20 @@ def _find_in_container(words: Sequence[str], commands: re.Pattern[str]) -> Launc
             environ |= _variables(value)
         elif name == "--entrypoint":
             entrypoint = value.split()
-    inside = [*entrypoint, *rest]
-    found = _find(inside, commands, environ)
-    if found is None and image and not entrypoint and _are_arguments(inside, may_be_id=True):
-        found = Launch(tuple(_until_operator(inside)))
-    return None if found is None else Launch(found.arguments, environ, found.command, image)
+    if entrypoint:
+        found = _find([*entrypoint, *rest], commands, environ, {})
+        return found and Launch(found.arguments, environ, found.command, image)
+    return _find_in_image(image, [*rest], environ, commands) if image else None
+
+
+def _find_in_image(
+    image: str, words: Sequence[str], environ: dict[str, str], commands: re.Pattern[str]
+) -> Launch | None:
+    """Return the start in an image's container, whose own command may be the engine's."""
+    found = _find(words, commands, environ, {})
+    if found is None and _are_arguments(words, may_be_id=True):
+        found = Launch(tuple(_until_operator(words)))
+    return found and Launch(found.arguments, environ, found.command, image)
 
 
 def _option(word: str, rest: Iterator[str]) -> tuple[str, str]:

@@ -17,7 +17,9 @@ from kvoffload.transfer.host_memory import read_file
 
 _TIMEOUT_S = 2.0
 _NETWORKED = ("nfs", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse")
-_OTHER_SERVER = "choose a server that docs/store.md names as working"
+_OTHER_SERVER = (
+    "choose an S3 server with conditional writes, ranges, and listings in order that begin at start-after"
+)
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -177,7 +179,7 @@ def _no_mooncake(address: MooncakeAddress) -> Finding | None:
     except (ImportError, RemoteError) as error:
         return fail(
             f"the Mooncake client cannot be loaded: {error.__cause__ or error}",
-            "install kvoffload[mooncake] (on a GPU the client's wheel for its CUDA), and install libibverbs1",
+            "pip install 'kvoffload[mooncake]' (with a GPU, the wheel for its CUDA), and install the package libibverbs1",
         )
     try:
         own_address(address, _TIMEOUT_S)
@@ -195,10 +197,11 @@ def _no_bucket(address: BucketAddress) -> tuple[Finding | None, list[str]]:
         lacks = bucket.first_look()
     except RemoteError as error:
         if isinstance(error.__cause__, ImportError):
-            return fail(str(error), "install kvoffload[s3]"), []
+            text = f"the object store's client cannot be loaded: {error.__cause__}"
+            return fail(text, "pip install 'kvoffload[s3]'"), []
         return warn(
             f"{error}: nothing would be shared",
-            "check AWS_ENDPOINT, AWS_REGION, the bucket and the credentials; docs/store.md says what a server must do",
+            "check AWS_ENDPOINT, AWS_REGION, the bucket and the credentials",
         ), []
     try:
         # The object is not deleted, because an engine's credentials need not allow that.

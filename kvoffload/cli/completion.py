@@ -24,6 +24,6 @@ def run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ModuleNotFoundError as error:
-        raise CommandError("shtab is not installed: install kvoffload[completion]") from error
+        raise CommandError("shtab is not installed: pip install 'kvoffload[completion]'") from error
     print(shtab.complete(make_parser(), shell=args.shell))
     return Exit.OK

@@ -11,8 +11,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import entry_points
 from typing import Protocol, cast
@@ -43,6 +43,9 @@ ENTRY_POINT_GROUP = "kvoffload.doctors"
 _DEFAULT = "vllm"
 _CORRECT = "correct it; see `kvoffload settings`"
 _GIVE_SIZE = "give --config host_bytes=SIZE, or the engine's own command line; see `kvoffload settings`"
+_NO_SIZE = 1
+"""The `host_bytes` of settings without a usable one."""
+_Parse = Callable[[Mapping[str, object]], OffloadConfig]
 _WORST_FIRST = tuple(reversed(Verdict))
 _COLOURS = {Verdict.ERROR: "31", Verdict.WARNING: "33", Verdict.UNKNOWN: "2"}  # red, yellow, dim
 
@@ -127,25 +130,55 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     else:
         ours = [*outputs.TIERS]
     parse = given.parse or partial(parse_config, ranks=sizes.ranks, advice=advice)
+    about, config = _settings(parse, raw, given.unread)
+    if config is None:
+        ours = []
+    elif config.host_bytes == _NO_SIZE:
+        sized = memory.SIZED if config.host_path is None else (*memory.SIZED, memory.HOST_PATH)
+        ours = [_without_size(one) if one in sized else one for one in ours]
+    checks = [Check("settings", lambda *_: about), *ours, *given.checks, *lost]
+    known = config or OffloadConfig(host_bytes=_NO_SIZE)
+    return run_checks(checks, Setup(known, sizes, pins=bool(find_gpus().names)))
+
+
+def _settings(
+    parse: _Parse, raw: Mapping[str, object], unread: Finding | None
+) -> tuple[Finding, OffloadConfig | None]:
+    """Return a finding about the settings, and the settings without those that cannot be used.
+
+    Args:
+        parse: parses settings.
+        raw: the settings.
+        unread: the reason why the engine's configuration could not be read; None if it was read or not given.
+    """
     try:
         config = parse(raw)
-        read_tier_key(config.tier_key_file)
-        about = ok(", ".join(f"{name} {value}" for name, value in raw.items()))
     except ConfigError as error:
-        about = given.unread if given.unread is not None and not settings else fail(str(error), _CORRECT)
-        try:
-            config = parse({**raw, "host_bytes": 1})
-            read_tier_key(config.tier_key_file)
-        except ConfigError:
-            # Without valid settings, only the adapter's checks can run.
-            config = OffloadConfig(host_bytes=1)
-            ours = []
-        else:  # host_bytes is the only problem
-            about = about if about is given.unread else replace(about, remedy=_GIVE_SIZE)
-            sized = memory.SIZED if config.host_path is None else (*memory.SIZED, memory.HOST_PATH)
-            ours = [_without_size(one) if one in sized else one for one in ours]
-    checks = [Check("settings", lambda *_: about), *ours, *given.checks, *lost]
-    return run_checks(checks, Setup(config, sizes, pins=bool(find_gpus().names)))
+        usable = _usable(parse, raw)
+        if unread is not None and not raw:
+            return unread, usable
+        lacks_size = len(error.problems) == 1 and usable is not None and usable.host_bytes == _NO_SIZE
+        return fail(str(error), _GIVE_SIZE if lacks_size else _CORRECT), usable
+    try:
+        read_tier_key(config.tier_key_file)
+    except ConfigError as error:
+        return fail(str(error), _CORRECT), config
+    return ok(", ".join(f"{name} {value}" for name, value in raw.items())), config
+
+
+def _usable(parse: _Parse, raw: Mapping[str, object]) -> OffloadConfig | None:
+    """Return the settings without those that cannot be used; None if the rest cannot be used either."""
+    used: dict[str, object] = {}
+    config = None
+    with suppress(ConfigError):
+        config = parse({"host_bytes": _NO_SIZE})
+    for name, value in [*raw.items()] * 2:  # a setting may need one that comes later
+        for more in ({}, {"host_bytes": _NO_SIZE}):
+            with suppress(ConfigError):
+                config = parse({**more, **used, name: value})
+                used[name] = value
+                break
+    return config
 
 
 def _without_size(check: Check) -> Check:
@@ -178,7 +211,6 @@ def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool 
         strict: True to write a paragraph for each unknown result, because it makes the command fail.
     """
     by_verdict = {verdict: [one for one in findings if one.verdict is verdict] for verdict in _WORST_FIRST}
-    counted = ", ".join(f"{len(found)} {verdict}" for verdict, found in by_verdict.items() if found)
     shown = set(Verdict) if verbose else {*FAILING, Verdict.UNKNOWN} if strict else FAILING
     lines = [line for verdict in by_verdict if verdict in shown for line in _paragraphs(by_verdict[verdict])]
     if by_verdict[Verdict.UNKNOWN] and Verdict.UNKNOWN not in shown:
@@ -186,7 +218,20 @@ def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool 
     if by_verdict[Verdict.OK] and not verbose:
         passed = len(by_verdict[Verdict.OK])
         lines += ["", f"{passed} check{'s' * (passed != 1)} passed (--verbose lists them)"]
-    return "\n".join([f"{_coloured(worst(findings))}: {counted}", "", *lines])
+    return "\n".join([_head(by_verdict, strict=strict), "", *lines])
+
+
+def _head(by_verdict: Mapping[Verdict, Sequence[Finding]], *, strict: bool) -> str:
+    """Return the verdict in one line, and how many checks there are of each."""
+    counts = {verdict: len(found) for verdict, found in by_verdict.items() if found}
+    problems = ", ".join(f"{counts[one]} {one}{'s' * (counts[one] != 1)}" for one in counts if one in FAILING)
+    passed, lacking = counts.get(Verdict.OK, 0), counts.get(Verdict.UNKNOWN, 0)
+    others = [f"{lacking} need{'s' * (lacking == 1)} more input"] * bool(lacking) + [f"{passed} passed"]
+    first = next(iter(counts))
+    if problems or (strict and first is Verdict.UNKNOWN):
+        return f"{_coloured(first)}: {', '.join(filter(None, [problems, *others]))}"
+    checks = f"{passed + lacking} check{'s' * (passed + lacking != 1)}"
+    return f"no problem found: of {checks}, {', '.join(others)}"
 
 
 def _by_remedy(findings: Sequence[Finding]) -> str:

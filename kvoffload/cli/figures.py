@@ -54,6 +54,8 @@ class Account:
             first line are not counted.
         counted: the metrics' counters after the last event.
         sampled: the last sample of other metrics (`MetricsSampled`).
+        seconds: the time of the last line.
+        ready_s: the time from which host memory could hold blocks; None if the journal does not say.
     """
 
     samples: dict[type, list[tuple[float, Any]]] = field(
@@ -62,6 +64,8 @@ class Account:
     slots: list[tuple[float, Mapping[str, int]]] = field(default_factory=list)
     counted: Snapshot = field(default_factory=lambda: Counters().snapshot())
     sampled: Mapping[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+    ready_s: float | None = None
 
 
 def add_up(records: Iterable[Record]) -> Account:
@@ -74,6 +78,9 @@ def add_up(records: Iterable[Record]) -> Account:
         if record.sequence <= before:  # the records of another process begin here
             slots.clear()
         before, at, message = record.sequence, record.time - begun, record.message
+        account.seconds = max(account.seconds, at)
+        if account.ready_s is None and isinstance(message, events.CapacityGrown):
+            account.ready_s = at
         bus.publish(message)
         if (samples := account.samples.get(type(message))) is not None:
             samples.append((at, message))
@@ -125,7 +132,7 @@ def check_installed() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ModuleNotFoundError as error:
-        raise CommandError(f"a report needs {error.name}: install kvoffload[report]") from error
+        raise CommandError(f"a report needs {error.name}: pip install 'kvoffload[report]'") from error
 
 
 def draw(account: Account) -> list[Figure]:
@@ -139,6 +146,7 @@ def draw(account: Account) -> list[Figure]:
             "Time to first token, by what was found",
             "A dot is a request; a line is the median of its colour. Times are up to one step too long.",
             first_token_ms(account),
+            account.seconds,
         ),
         _columns(
             "Prompt tokens, by where they were found",
@@ -150,6 +158,7 @@ def draw(account: Account) -> list[Figure]:
                 "miss": [(at, one.miss_tokens) for at, one in lookups if not one.opted_out],
                 "opted_out": [(at, one.miss_tokens) for at, one in lookups if one.opted_out],
             },
+            account.seconds,
         ),
         _slots(account),
         _transfers(account, Tier.HOST),
@@ -182,6 +191,27 @@ def median_and_p99(ordered: Sequence[float]) -> tuple[float, float]:
     return statistics.median(ordered), ordered[math.ceil(0.99 * len(ordered)) - 1]
 
 
+def verdict(account: Account) -> str:
+    """Return one line with the share of prompt tokens that were found, and the median times to first token."""
+    lookups = [one for _, one in account.samples[events.LookupAnswered] if not one.opted_out]
+    device, host = sum(one.device_tokens for one in lookups), sum(one.hit_tokens for one in lookups)
+    if not (total := device + host + sum(one.miss_tokens for one in lookups)):
+        return "No prompt was looked up."
+    shares = (
+        f"{device / total:.0%} were found on the device, {host / total:.0%} on the host or a tier below it"
+    )
+    medians = [
+        f"{statistics.median(milliseconds for _, milliseconds in samples):,.0f} ms ({found})"
+        for found, samples in first_token_ms(account).items()
+        if samples
+    ]
+    return f"Of {_shown(total)} prompt tokens {shares}. First token, median by what was found: {', '.join(medians) or '-'}."
+
+
+def _shown(number: int) -> str:
+    return f"{number:,}" if number < LARGEST else f"over {LARGEST:.0e}"
+
+
 def _transfers(account: Account, tier: Tier) -> Figure:
     copies = [(at, one) for at, one in account.samples[events.RankReported] if one.tier is tier]
     sizes = {
@@ -191,7 +221,7 @@ def _transfers(account: Account, tier: Tier) -> Figure:
         for way in Direction
     }
     text = "Stores copy to it, loads from it, all ranks together."
-    return _columns(f"Transfers with the {tier.value} tier", text, "MiB", sizes)
+    return _columns(f"Transfers with the {tier.value} tier", text, "MiB", sizes, account.seconds)
 
 
 def _slots(account: Account) -> Figure:
@@ -204,10 +234,11 @@ def _slots(account: Account) -> Figure:
         axes.stackplot([at for at, _ in samples], *rows, labels=states, colors=colours, step="post")
 
     text = "Blocks of host memory, counted from the first line on by the events of stores and evictions."
-    return _figure("Host slots, by state", text, ("seconds", "slots"), plot if samples else None)
+    units = ("seconds", "slots")
+    return _figure("Host slots, by state", text, units, plot if samples else None, until=account.seconds)
 
 
-def _dots(title: str, text: str, series: Series) -> Figure:
+def _dots(title: str, text: str, series: Series, until: float) -> Figure:
     """Draw times in milliseconds as dots, and the median of each series as a line."""
 
     def plot(axes: Axes) -> None:
@@ -221,10 +252,11 @@ def _dots(title: str, text: str, series: Series) -> Figure:
                 axes.axhline(median, color=COLOURS[key])
         axes.set_ylim(bottom=0)
 
-    return _figure(title, text, ("seconds", "milliseconds"), plot if any(series.values()) else None)
+    units = ("seconds", "milliseconds")
+    return _figure(title, text, units, plot if any(series.values()) else None, until=until)
 
 
-def _columns(title: str, text: str, unit: str, series: Series) -> Figure:
+def _columns(title: str, text: str, unit: str, series: Series, until: float) -> Figure:
     """Draw the sums of all series, in equal periods of time, as stacked columns."""
     shown = {key: samples for key, samples in series.items() if any(number for _, number in samples)}
 
@@ -232,13 +264,14 @@ def _columns(title: str, text: str, unit: str, series: Series) -> Figure:
         axes.hist(
             [[at for at, _ in samples] for samples in shown.values()],
             _COLUMNS,
+            range=(0, until or 1),
             weights=[[min(number, LARGEST) for _, number in samples] for samples in shown.values()],
             stacked=True,
             color=[COLOURS[key] for key in shown],
             label=list(shown),
         )
 
-    return _figure(title, text, ("seconds", unit), plot if shown else None)
+    return _figure(title, text, ("seconds", unit), plot if shown else None, until=until)
 
 
 def _bars(title: str, text: str, numbers: Mapping[str, int]) -> Figure:
@@ -252,9 +285,24 @@ def _bars(title: str, text: str, numbers: Mapping[str, int]) -> Figure:
 
 
 def _figure(
-    title: str, text: str, units: tuple[str, str], plot: Callable[[Axes], None] | None, height: float = 3.0
+    title: str,
+    text: str,
+    units: tuple[str, str],
+    plot: Callable[[Axes], None] | None,
+    height: float = 3.0,
+    *,
+    until: float | None = None,
 ) -> Figure:
-    """Return a figure with the drawing that `plot` makes, or without a drawing if `plot` is None."""
+    """Return a figure with the drawing that `plot` makes, or without a drawing if `plot` is None.
+
+    Args:
+        title: the heading.
+        text: the caption.
+        units: the units of the two axes.
+        plot: draws into the axes.
+        height: the drawing's height in inches.
+        until: the end of the time axis, which begins at 0; None if the figure has no time axis.
+    """
     if plot is None:
         return Figure(title, text, "")
     import matplotlib as mpl
@@ -268,6 +316,8 @@ def _figure(
         axes.set_ylabel(units[1])
         axes.grid(alpha=0.3)
         plot(axes)
+        if until:
+            axes.set_xlim(0, until)
         if axes.get_legend_handles_labels()[1]:
             picture.legend(loc="outside upper left", ncols=2, frameon=False)
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

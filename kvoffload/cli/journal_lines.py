@@ -52,7 +52,8 @@ def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
     output: Path = args.output or Path(f"{args.journal}{suffix}")
     if output.exists() and args.journal.exists() and output.samefile(args.journal):
         raise CommandError(f"{output} is the journal itself")
-    asked = {"since": args.since, "until": args.until, "last": args.last, "request": args.request}
+    last = None if args.last is None else f"{args.last:g} s"
+    asked = {"since": args.since, "until": args.until, "last": last, "request": args.request}
     words = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
     return Lines(args.journal, _part(args), words), output
 

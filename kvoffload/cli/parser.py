@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -31,6 +32,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: object, **settings: object) -> None:
         ours = {"allow_abbrev": False, "formatter_class": HelpFormatter, **settings}
         super().__init__(*args, **ours)  # type: ignore[arg-type]  # passed through
+        self._negative_number_matcher = re.compile(r"-\d")  # so that -5m, too, is a value and no option
 
     def parse_known_args(  # type: ignore[override]  # argparse declares overloads; it calls this for subcommands too
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -42,6 +44,17 @@ class Parser(argparse.ArgumentParser):
             known = [name for action in shown for name in action.option_strings]
             self.error("; ".join(_describe(argument, known) for argument in unknown))
         return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: object) -> None:
+        """Raise an error that suggests the most similar choice if the value is not one of the choices."""
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(choice) for choice in action.choices]
+        near = difflib.get_close_matches(str(value), names, n=1, cutoff=_SIMILAR)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise argparse.ArgumentError(
+            action, f"{value!r} is not a choice{hint} (choose from {', '.join(names)})"
+        )
 
     def error(self, message: str) -> NoReturn:
         """Print the error and a reference to `--help` in one line, and exit."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvoffload.cli.journal_lines import Lines, add_journal_arguments, opened
 from kvoffload.cli.partial_file import STDOUT, written
+from kvoffload.model.config import size_text
 
 if TYPE_CHECKING:
     from kvoffload.cli.figures import Account, Figure
@@ -67,7 +68,7 @@ def as_json(account: Account, lines: Lines) -> str:
     for found, samples in first_token_ms(account).items():
         if ordered := sorted(milliseconds for _, milliseconds in samples):
             median, p99 = median_and_p99(ordered)
-            times[found] = {"requests": len(ordered), "p50": round(median, 3), "p99": round(p99, 3)}
+            times[found] = {"requests": len(ordered), "p50": round(median, 6), "p99": round(p99, 6)}
     plain = {
         "provenance": lines.provenance,
         "events": lines.count,
@@ -86,7 +87,7 @@ def as_json(account: Account, lines: Lines) -> str:
 def render(account: Account, lines: Lines) -> str:
     """Return the report as HTML. Bytes in the journal's path that are not valid UTF-8 appear as escapes."""
     from kvoffload.cli.advise import advise, reading_of
-    from kvoffload.cli.figures import draw
+    from kvoffload.cli.figures import draw, verdict
 
     advice = [escape(sentence.text) for sentence in advise(reading_of(account))]
     title = escape(f"KV-cache offloading: {lines.path.name}")
@@ -95,7 +96,8 @@ def render(account: Account, lines: Lines) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>",
-        *(f"<p>{escape(line)}</p>" for line in _said(lines)),
+        f"<p><strong>{escape(verdict(account))}</strong></p>",
+        *(f"<p>{escape(line)}</p>" for line in _said(lines, account.ready_s)),
         f"<section><h2>Advice</h2>{''.join(f'<p>{text}</p>' for text in advice)}</section>",
         *(_figure(number, figure) for number, figure in enumerate(draw(account))),
         f'<section tabindex="0" aria-label="counters"><h2>Counters</h2>{_table(_rows(account))}</section>',
@@ -104,8 +106,13 @@ def render(account: Account, lines: Lines) -> str:
     return "\n".join(parts).encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _said(lines: Lines) -> Iterator[str]:
-    """Yield the page's first lines: the provenance, the settings, and the journal's size and gaps."""
+def _said(lines: Lines, ready_s: float | None) -> Iterator[str]:
+    """Yield the page's first lines: the provenance, the settings, and the journal's size and gaps.
+
+    Args:
+        lines: the journal.
+        ready_s: the time from which host memory could hold blocks; None if the journal does not say.
+    """
     from kvoffload.telemetry.provenance import as_line
 
     provenance = lines.provenance
@@ -115,14 +122,27 @@ def _said(lines: Lines) -> Iterator[str]:
         yield as_line(provenance)
         settings = provenance.get("settings")
         if isinstance(settings, Mapping):
-            yield "; ".join(f"{name} {value}" for name, value in settings.items() if value is not None)
+            yield "; ".join(
+                f"{name} {_value(name, value)}" for name, value in settings.items() if value is not None
+            )
     yield f"{lines.count:,} events over {lines.seconds:,.1f} s."
+    if ready_s:
+        yield f"Host memory had room for blocks from {ready_s:,.1f} s on. What came before, such as a warm-up, counts too."
     if lines.words:
         yield f"Only a part of the journal: {lines.words}."
     if lines.gaps:
         yield f"Events are missing: {lines.missing}."
     if lines.problem is not None:
         yield f"The journal ends early, at line {lines.problem.line}: {lines.problem.problem}"
+
+
+def _value(name: str, value: object) -> str:
+    """Return a setting's value as an operator writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if name.endswith("_bytes") and isinstance(value, int) and 0 <= value < 2**63:
+        return size_text(value)
+    return str(value)
 
 
 def _figure(number: int, figure: Figure) -> str:

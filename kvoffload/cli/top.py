@@ -288,9 +288,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of the metrics, HOST:PORT, or a PORT of this machine: kvoffload's own port, or that of `vllm serve`"
     )
     add("urls", metavar="URL", nargs="+", help=address)
-    add("--interval", metavar="SECONDS", type=seconds, default=2.0, help="between two scrapes")
+    add(
+        "--interval", metavar="SECONDS", type=_interval, default=2.0, help="between two scrapes, at least 0.1"
+    )
     add("--once", action="store_true", help="scrape twice, print and exit, as also without a terminal")
     add("--json", action="store_true", help="the same, as JSON")
+
+
+def _interval(text: str) -> float:
+    """Parse a number of seconds that is not too short, for argparse's `type=`."""
+    if (interval_s := seconds(text)) < _LEAST_INTERVAL_S:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of seconds of at least {_LEAST_INTERVAL_S}"
+        )
+    return interval_s
 
 
 def run(args: argparse.Namespace) -> int:
@@ -303,7 +314,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json or args.once or not sys.stdout.isatty():
         return _print_once(servers, args.interval, as_json=args.json)
     with suppress(KeyboardInterrupt):  # Ctrl-C is the usual way to end `kvoffload top`
-        _watch(servers, max(args.interval, _LEAST_INTERVAL_S))
+        _watch(servers, args.interval)
     return Exit.OK
 
 
@@ -316,7 +327,7 @@ def _print_once(servers: list[Server], interval_s: float, *, as_json: bool) -> i
         time.sleep(wait_s)
     if as_json:
         _print_json(servers)
-    else:
+    elif any(server.now for server in servers):
         width = None if sys.stdout.isatty() else 250  # wide enough that every row is one line
         console = Console(highlight=False, markup=False, emoji=False, width=width)
         console.print(table(servers))
@@ -353,7 +364,8 @@ def _watch(servers: list[Server], interval_s: float) -> None:
             problems = [f"{one.url}: {one.problem}; trying again" for one in servers if one.problem]
             lines = [Text(printable(text), "bold red") for text in problems]
             head = f"{time.strftime('%H:%M:%S')}, every {interval_s:g} s, Ctrl-C ends"
-            live.update(Group(table(servers), *lines, Text(head, "dim")), refresh=True)
+            rows = [table(servers)] if any(server.now for server in servers) else []
+            live.update(Group(*rows, *lines, Text(head, "dim")), refresh=True)
             time.sleep(interval_s)
 
 

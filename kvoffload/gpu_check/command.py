@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--copy-bytes", metavar="BYTES", type=size, default="256MiB", help="a large copy, in whole MiB")
     add("--repeats", metavar="N", type=positive, default=7, help="repeats of each measurement")
     add("--host-bytes", metavar="BYTES", type=size, default="64GiB", help="host memory of an engine")
-    add("--only", nargs="+", metavar="PART", help="run these parts only; docs/gpu.md names them")
+    add("--only", nargs="+", metavar="PART", help=f"run these parts only: {', '.join(parts())}")
     add("--json", action="store_true", help="print each line as a JSON object")
     words = "keeps all lines; what the parts print goes beside it, into a file that ends in .log"
     add("-o", "--output", metavar="FILE", type=Path, default=Path("gpu-check.json"), help=words)

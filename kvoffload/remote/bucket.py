@@ -58,7 +58,7 @@ _NO_CONDITION = (HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_IMPLEMENTED)
 _EXISTS = (HTTPStatus.CONFLICT, HTTPStatus.PRECONDITION_FAILED)
 # After these statuses, the same read might succeed. After other statuses from 400 to 499, it would fail again.
 _LATER = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
-_INSTALL = "the object store's client cannot be loaded ({}); install kvoffload[s3]"
+_INSTALL = "the object store's client cannot be loaded ({}); pip install 'kvoffload[s3]'"
 
 T = TypeVar("T")
 

@@ -26,7 +26,7 @@ from kvoffload.model.errors import RemoteError
 
 _OWN_BUFFER = 16 * 2**20  # the size in bytes of the client's buffer for small objects
 _SET_DEATH_SIGNAL = 1  # the kernel's constant PR_SET_PDEATHSIG
-_INSTALL = "the Mooncake client cannot be loaded; install kvoffload[mooncake] (with a GPU, the wheel for its CUDA) and libibverbs1: {}"
+_INSTALL = "the Mooncake client cannot be loaded ({}); pip install 'kvoffload[mooncake]' (with a GPU, the wheel for its CUDA), and install the package libibverbs1"
 _MOST_TEXT = 2**10  # how many characters of an error are sent
 _MOST_READ = 2**10  # how many bytes of a small object are sent: an engine's own has at most 256
 RAISED = b"\xc1"

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 from kvoffload.checks.ask import ask_engine
-from kvoffload.checks.check import Check, Finding, Given, Setup, Sizes, fail, ok, unknown, warn
+from kvoffload.checks.check import Check, Finding, Given, Setup, Sizes, Verdict, fail, ok, unknown, warn
 from kvoffload.checks.launch import Launch, find_launch
 from kvoffload.checks.model_file import ModelUnread, read_model_file
 from kvoffload.checks.options import read_object
@@ -47,24 +47,26 @@ def read_arguments(args: argparse.Namespace) -> Given:
         options = Check("sglang options", lambda _: unknown("SGLang's options", text))
         return Given(None, Sizes(), (VERSION, options), _parse)
     try:
-        return _given_by_line(find_launch(args.command_line, COMMANDS, EXAMPLE))
+        launch = find_launch(args.command_line, COMMANDS, EXAMPLE)
+        line = make_parser().parse_known_args(launch.arguments)[0]
     except ConfigError as error:
         finding = fail(str(error), "correct the command line")
         missing = unknown("SGLang's command line cannot be read", finding.remedy)
         check = Check("sglang options", lambda _: finding)
         return Given(None, Sizes(), (VERSION, check), _parse, missing)
+    return _given_by_line(launch, line)
 
 
-def _given_by_line(launch: Launch) -> Given:
+def _given_by_line(launch: Launch, line: argparse.Namespace) -> Given:
     """Return what SGLang's command line determines.
 
-    Raises:
-        ConfigError: SGLang's extra config cannot be read.
+    Args:
+        launch: the command line.
+        line: its options, as read without SGLang.
     """
-    line = make_parser().parse_known_args(launch.arguments)[0]
     reply = ask_engine("SGLang", launch, "kvoffload_sglang.doctor_child")
     values = reply.get("values", {})
-    extra = _extra(values.get(_EXTRA) or line.extra_config, launch)
+    extra, unread = _extra(values.get(_EXTRA) or line.extra_config, launch)
     if line.enable_dp_attention:  # as in SGLang, the replicas are then only those of attention
         line.attn_dp_size = line.dp_size or 1
         line.dp_size = 1
@@ -74,8 +76,8 @@ def _given_by_line(launch: Launch) -> Given:
     missing = None if values else _unread_file(line, reply)
     if missing is not None and "refused" not in reply:
         return Given(extra, sizes, (VERSION, Check("sglang options", lambda _: missing)), _parse, missing)
-    check = Check("sglang options", lambda setup: _options(line, extra, reply, setup))
-    return Given(extra, sizes, (VERSION, check), _parse, missing)
+    check = Check("sglang options", lambda setup: _options(line, extra, reply, setup, unread))
+    return Given(extra, sizes, (VERSION, check), _parse, missing or unread)
 
 
 def _unread_file(line: argparse.Namespace, reply: Mapping[str, Any]) -> Finding | None:
@@ -86,17 +88,17 @@ def _unread_file(line: argparse.Namespace, reply: Mapping[str, Any]) -> Finding 
     return unknown(f"only SGLang reads the file of --config {line.config}: {reason}", reply.get("remedy", ""))
 
 
-def _extra(text: str | None, launch: Launch) -> dict[str, object] | None:
-    """Return SGLang's extra config, which is JSON or names a file after "@".
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    if text is not None and text.startswith("@") and launch.image:
-        raise ConfigError(
-            [f"{OPTION} names a file in the image {launch.image}; run the doctor in that image"]
-        )
-    return None if text is None else read_object(text.removeprefix("@"), OPTION)
+def _extra(text: str | None, launch: Launch) -> tuple[dict[str, object] | None, Finding | None]:
+    """Return SGLang's extra config, which is JSON or names a file after "@"; or a finding if it cannot be read."""
+    if text is None:
+        return None, None
+    if text.startswith("@") and launch.image:
+        reason = f"{OPTION} names a file in the image {launch.image}"
+        return None, unknown(reason, "run the doctor in that image")
+    try:
+        return read_object(text.removeprefix("@"), OPTION), None
+    except ConfigError as error:
+        return None, fail(str(error), "correct it")
 
 
 def _count(text: str) -> int:
@@ -129,7 +131,11 @@ def _parse(settings: Mapping[str, object]) -> OffloadConfig:
 
 
 def _options(
-    line: argparse.Namespace, extra: Mapping[str, object] | None, reply: Mapping[str, Any], setup: Setup
+    line: argparse.Namespace,
+    extra: Mapping[str, object] | None,
+    reply: Mapping[str, Any],
+    setup: Setup,
+    unread: Finding | None,
 ) -> Finding:
     if (refused := reply.get("refused")) is not None:
         return fail(f"SGLang {reply['version']} refuses them: {refused}", "correct these options")
@@ -141,21 +147,34 @@ def _options(
         return warn(
             "the command line has no --hicache-storage-backend; it must be attached over HTTP later", _ARGS
         )
-    if problems := "; ".join([*_problems(line, extra or {}, setup), *_model_problems(line, reply, setup)]):
-        return fail(problems, f"correct these options, or {_ARGS}")
+    of_extra = _extra_problems(extra or {}) if unread is None else _unread_problems(unread)
+    if problems := [*_problems(line, setup), *of_extra, *_model_problems(line, reply, setup)]:
+        return fail("; ".join(problems), f"correct these options, or {_ARGS}")
+    return unread or _without_problems(reply)
+
+
+def _without_problems(reply: Mapping[str, Any]) -> Finding:
     if "unknown" in reply:
         return unknown(f"what SGLang makes of them: {reply['unknown']}", reply["remedy"])
     return ok(f"SGLang {reply['version']} accepts them, and the storage backend works with them")
 
 
-def _problems(line: argparse.Namespace, extra: Mapping[str, object], setup: Setup) -> Iterator[str]:
-    if line.hicache_storage_backend != "dynamic":
-        yield f"--hicache-storage-backend is {line.hicache_storage_backend}, not dynamic"
+def _unread_problems(unread: Finding) -> Iterator[str]:
+    if unread.verdict is Verdict.ERROR:
+        yield unread.text
+
+
+def _extra_problems(extra: Mapping[str, object]) -> Iterator[str]:
     for name in ("module_path", "class_name", "interface_v1"):
         if extra.get(name) != BACKEND[name]:
             yield f"{name} in {OPTION} is {extra.get(name)!r}, not {BACKEND[name]!r}"
     if not extra.get("backend_name"):
         yield f"{OPTION} has no backend_name"
+
+
+def _problems(line: argparse.Namespace, setup: Setup) -> Iterator[str]:
+    if line.hicache_storage_backend != "dynamic":
+        yield f"--hicache-storage-backend is {line.hicache_storage_backend}, not dynamic"
     if line.disable_radix_cache:
         yield "--disable-radix-cache excludes HiCache"
     if line.enable_lora or line.lora_paths:

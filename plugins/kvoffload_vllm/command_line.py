@@ -21,7 +21,7 @@ from kvoffload.model.errors import ConfigError
 
 DYNAMO = "dynamo.vllm"
 COMMANDS = re.compile(
-    r"(?:\S*/)?vllm serve|vllm\.entrypoints\.cli\.main serve|vllm\.entrypoints\.(?:openai\.)?api_server|"
+    r"(?:\S*/)?vllm(?:@\S+)? serve|vllm\.entrypoints\.cli\.main serve|vllm\.entrypoints\.(?:openai\.)?api_server|"
     rf"(?:\S*/)?vllm/entrypoints/(?:openai/)?api_server\.py|{re.escape(DYNAMO)}"
 )
 """The commands that start vLLM's server."""
@@ -164,12 +164,13 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """
     objects: dict[str, dict[str, Any]] = {}
     left = deque(words)
-    if left and not _is_option(left[0]):
-        yield "--model", left.popleft()
+    name, is_switch = "", False
     while left:
         word = left.popleft()
         if not _is_option(word):
-            continue  # a further value of the option before
+            if name in ("", *_VALUES) or is_switch:  # after another option, it may be a further value
+                yield "--model", word
+            continue
         name, equals, value = word.partition("=")
         name, _, keys = name.partition(".")
         name = _whole(_SHORT.get(name, name.replace("_", "-")))

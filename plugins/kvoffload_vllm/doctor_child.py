@@ -216,13 +216,23 @@ def _size_depends_on(config: VllmConfig, *, has_draft: bool) -> str | None:
     stages = config.parallel_config.pipeline_parallel_size
     layers = getattr(text, "num_hidden_layers", 0)
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "attention"}
-    of_layers = ("index_topk", "num_kv_shared_layers", "attention_chunk_size", "cross_attention_layers")
+    of_layers = (
+        *("index_topk", "num_kv_shared_layers", "attention_chunk_size", "cross_attention_layers"),
+        *("block_configs", "hybrid_layer_pattern", "v_channels"),
+    )
+    value_width = None if model.use_mla else getattr(text, "v_head_dim", None)
     window = getattr(text, "use_sliding_window", True) and model.get_sliding_window()
     reasons = {
         "a draft model": has_draft,
         "a model that is not a plain decoder": model.attn_type != "decoder",
         "layers of other kinds than full attention": bool(kinds or window),
-        "layers with further caches": any(getattr(text, name, None) for name in of_layers),
+        "layers with further caches, or of several sizes": any(
+            getattr(text, name, None) for name in of_layers
+        ),
+        "heads whose K and V differ in size": value_width not in (None, model.get_head_size()),
+        "another model's KV cache": not (
+            model.get_head_size() and model.get_num_layers(config.parallel_config)
+        ),
         f"the dtype {cache.cache_dtype}": cache.cache_dtype not in ("auto", *CACHE_DTYPES),
         "layers of several dtypes": bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),
         "the division of layers between stages": layers % stages or "VLLM_PP_LAYER_PARTITION" in os.environ,

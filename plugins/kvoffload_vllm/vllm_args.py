@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping
 
 from kvoffload.checks.options import read_settings
-from kvoffload.model.config import ADVICE, parse_config
+from kvoffload.model.config import ADVICE, ALIASES, PER_RANK, OffloadConfig, parse_config
 from kvoffload.model.errors import ConfigError
 from kvoffload_vllm.doctor import RECOMPUTE
 from kvoffload_vllm.register import NAME
@@ -43,9 +43,23 @@ def run(args: argparse.Namespace) -> int:
     settings = read_settings(args.config, "--config", host_bytes=args.host_bytes)
     if "kv_connector" in settings:
         raise ConfigError([f"kv_connector belongs around {_KEY}, which this command writes"])
-    parse_config(settings, advice=f"give --host-bytes; {ADVICE}")
-    print(_PRINTERS[args.form](transfer_config(settings)))
+    config = parse_config(settings, advice=f"give --host-bytes; {ADVICE}")
+    print(_PRINTERS[args.form](transfer_config(_renamed(settings, config))))
     return 0
+
+
+def _renamed(settings: Mapping[str, object], config: OffloadConfig) -> dict[str, object]:
+    """Return the settings with our keys in the place of those of vLLM's own connector.
+
+    The key for the bytes of one rank stays, because the number of ranks is not known here.
+    """
+    renamed: dict[str, object] = {}
+    for name, value in settings.items():
+        if name == "lazy_offload":
+            renamed["store_policy"] = config.store_policy
+        elif name != "kv_offload_backend":  # its only value changes nothing
+            renamed[name if name == PER_RANK else ALIASES.get(name, name)] = value
+    return renamed
 
 
 def transfer_config(settings: Mapping[str, object]) -> dict[str, object]:

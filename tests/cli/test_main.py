@@ -65,7 +65,7 @@ def test_the_error_for_a_bad_value_says_which_values_are_allowed(
     assert "'!bad'" in reason or option == "--remote"
     assert any(word in reason for word in ("is not a", "is not HOST:PORT", "choose from", "it must be"))
     assert "_" not in reason
-    assert not re.search("invalid (?!choice)", reason)
+    assert "invalid" not in reason
 
 
 @pytest.mark.parametrize("command", commands())
@@ -76,6 +76,7 @@ def test_help_has_each_default_once_and_fits_80_columns(
     assert main([command, "--help"]) == Exit.OK
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
+    assert "docs/" not in text  # no wheel holds them
     formatter = commands()[command]._get_formatter()
     for action in commands()[command]._actions:
         assert not action.help or formatter._expand_help(action).count("default") <= 1
@@ -99,7 +100,12 @@ def test_help_is_also_a_command(words: list[str], capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("dmeo", "invalid choice: 'dmeo' (choose from "),
+        ("dmeo", "argument COMMAND: 'dmeo' is not a choice; did you mean demo? (choose from advise, completion, "),
+        ("frobnicate", "'frobnicate' is not a choice (choose from "),
+        ("help doctr", "did you mean doctor?"),
+        ("doctor --engine vlm", "argument --engine: 'vlm' is not a choice; did you mean vllm?"),
+        ("report x --last -5m", "argument --last: '-5m' is not a duration"),
+        ("top --interval 0 1", "argument --interval: '0' is not a number of seconds of at least 0.1"),
         ("demo --devcie=x", "unknown option --devcie; did you mean --device?"),
         ("demo --frobnicate", "unknown option --frobnicate (see"),
         ("demo --conv 3", "unknown option --conv; did you mean --config?; unexpected argument '3' (see"),

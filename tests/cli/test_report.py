@@ -159,7 +159,7 @@ def test_without_matplotlib_one_line_names_the_extra(
     write(journal, {"event": "BlocksOffered", "blocks": 3})
     assert main(["report", str(journal)]) == Exit.USAGE
     error = capsys.readouterr().err
-    assert "install kvoffload[report]" in error
+    assert "pip install 'kvoffload[report]'" in error
     assert error.count("\n") == 1
     assert main(["report", str(journal), "--json"]) == Exit.OK
     assert list(tmp_path.iterdir()) == [journal]
@@ -227,3 +227,62 @@ def test_a_second_process_in_the_same_file_begins_without_slots(tmp_path: Path) 
     records = Lines(journal)
     assert [slots["filling"] for _, slots in add_up(records).slots] == [3, 6, 3]
     assert records.gaps == []
+
+
+def test_figures_over_time_have_the_same_axis(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    lookup = {
+        "event": "LookupAnswered",
+        "request": "a",
+        "hit_blocks": 1,
+        "miss_blocks": 1,
+        "cause": "evicted",
+    }
+    write(
+        journal,
+        {"event": "BlocksOffered", "blocks": 3},
+        {**lookup, "device_tokens": 100, "hit_tokens": 200, "miss_tokens": 100},
+        copied(tier="host"),
+        {"event": "FirstTokenReached", "request": "a", "found": "host", "seconds": 0.25},
+        {"event": "StoreScheduled", "job": 1, "blocks": 2},
+        {"event": "BlocksOffered", "blocks": 3},
+    )
+    assert main(["report", str(journal)]) == Exit.OK
+    page = (tmp_path / "journal.html").read_text()
+    axes = re.findall(r'matplotlib\.axis_1">(.*?)matplotlib\.axis_2">', page, re.S)
+    ticks = [re.findall(r">([\d.]+)</text>", axis) for axis in axes if ">seconds</text>" in axis]
+    assert (len(ticks), ticks[0][0], ticks[0][-1]) == (4, "0", "5")
+    assert all(one == ticks[0] for one in ticks)
+
+
+def test_the_page_begins_with_what_was_found_and_says_from_when_blocks_could_be_held(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    lookup = {
+        "event": "LookupAnswered",
+        "request": "a",
+        "hit_blocks": 1,
+        "miss_blocks": 1,
+        "cause": "evicted",
+    }
+    settings = {"host_bytes": 2**28, "recurrent_prefix_boundaries": True, "disk_path": None}
+    write(
+        journal,
+        {"event": BEGUN, "settings": settings},
+        {**lookup, "device_tokens": 100, "hit_tokens": 250, "miss_tokens": 50},
+        {**lookup, "device_tokens": 0, "hit_tokens": 0, "miss_tokens": 100, "cause": None, "opted_out": True},
+        {"event": "CapacityGrown", "slots": 4},
+        {"event": "FirstTokenReached", "request": "a", "found": "host", "seconds": 0.25},
+        {"event": "FirstTokenReached", "request": "b", "found": None, "seconds": 2.0},
+    )
+    assert main(["report", str(journal), "--last", "10m"]) == Exit.OK
+    said = re.findall("<p>(.*?)</p>", (tmp_path / "journal.html").read_text())
+    assert said[0] == (
+        "<strong>Of 400 prompt tokens 25% were found on the device, 62% on the host or a tier below it. "
+        "First token, median by what was found: 2,000 ms (nothing), 250 ms (host).</strong>"
+    )
+    assert "host_bytes 256.0 MiB; recurrent_prefix_boundaries true" in said
+    assert (
+        "Host memory had room for blocks from 2.0 s on. What came before, such as a warm-up, counts too."
+        in said
+    )
+    assert "Only a part of the journal: last 600 s." in said

@@ -7,12 +7,14 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
+from packaging import tags
 
 from tests.deploy.kustomize import build, load
 from tests.tooling.scripts import ROOT
@@ -187,12 +189,25 @@ def test_the_memory_volume_has_room_for_host_memory_and_its_table() -> None:
     assert host < int(volume["sizeLimit"].removesuffix("Gi")) <= 1.02 * host
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_pod_is_killed_only_after_the_server_had_time_to_shut_down(name: str) -> None:
+    (shutdown,) = re.findall(r"--shutdown-timeout=(\d+)", "\n".join(containers(name)[1]["args"]))
+    period = pod(name).get("terminationGracePeriodSeconds", 30) if name in PODS else 30  # the chart sets none
+    assert period >= int(shutdown) + 10
+
+
 def test_production_stack_has_the_manifests_memory_and_prefix_caching() -> None:
     (model,) = objects("production-stack-values.yaml")[0]["servingEngineSpec"]["modelSpec"]
     (doctor, server), (_, plain) = containers("production-stack-values.yaml"), containers("kubernetes/base")
     memory = plain["resources"]["limits"]["memory"]
     assert transfer_config(server) == transfer_config(plain)
     assert {model["requestMemory"], model["limitMemory"], doctor["resources"]["limits"]["memory"]} == {memory}
+    # The pod is Guaranteed.
+    assert doctor["resources"]["requests"] == doctor["resources"]["limits"]
+    assert model["requestCPU"] == model["limitCPU"] == doctor["resources"]["limits"]["cpu"]
+    # The chart mounts /dev/shm only if the key `tensorParallelSize` is there.
+    assert "tensorParallelSize" in model["vllmConfig"]
+    assert model["shmSize"] == pod("kubernetes/base")["volumes"][0]["emptyDir"]["sizeLimit"]
     # By default, the chart passes `--no-enable-prefix-caching`.
     assert model["vllmConfig"]["enablePrefixCaching"] is True
 
@@ -201,6 +216,38 @@ def test_hadolint_accepts_the_dockerfile() -> None:
     linter = str(Path(sys.executable).with_name("hadolint"))
     done = subprocess.run([linter, FOLDER / "Dockerfile"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def make_wheel(path: Path) -> Path:
+    """Make an empty wheel with the metadata that pip needs."""
+    info = "kvoffload-0.1.0.dist-info"
+    extras = "".join(f"Provides-Extra: {name}\n" for name in ("otel", "s3", "mooncake", "report"))
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: kvoffload\nVersion: 0.1.0\n{extras}")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.mark.slow
+def test_the_image_installs_the_wheel_that_was_built_and_none_of_an_index(tmp_path: Path) -> None:
+    """Offer pip a wheel of the same version for this platform, which pip prefers if it may choose."""
+    (index := tmp_path / "index" / "kvoffload").mkdir(parents=True)
+    (built := tmp_path / "wheel").mkdir()
+    platform = next(iter(tags.sys_tags()))
+    other = make_wheel(index / f"kvoffload-0.1.0-{platform}.whl")
+    (index / "index.html").write_text(f'<a href="{other.name}">{other.name}</a>')
+    wheel = make_wheel(built / "kvoffload-0.1.0-py3-none-any.whl")
+    text = (FOLDER / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (command,) = re.findall(r"source=/wheel,target=/wheel\s+(.*?)\s+&& kvoffload --version", text)
+    options = f"--index-url {index.parent.as_uri()} --dry-run --ignore-installed --quiet --report -"
+    shell = command.replace("/wheel/", f"{built}/").replace(
+        "python3 -m pip install", f"{sys.executable} -m pip install {options}"
+    )
+    done = subprocess.run(["sh", "-c", shell], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (found,) = json.loads(done.stdout)["install"]
+    assert found["download_info"]["url"] == wheel.as_uri()
 
 
 @pytest.mark.slow

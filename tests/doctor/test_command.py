@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvoffload.checks.check import Finding, Verdict
+from kvoffload.checks.check import FAILING, Finding, Verdict
 from kvoffload.cli import doctor as command
 from kvoffload.cli.doctor import as_text, worst
 from kvoffload.cli.main import main
@@ -72,7 +72,7 @@ def test_problems_come_first_then_missing_settings_and_a_count_of_passed_checks(
     ]
     lines = as_text(answers).splitlines()
     assert lines == [
-        "error: 1 error, 1 warning, 3 unknown, 1 ok",
+        "error: 1 error, 1 warning, 3 need more input, 1 passed",
         "",
         "error    six: text",
         "         remedy: do",
@@ -83,6 +83,11 @@ def test_problems_come_first_then_missing_settings_and_a_count_of_passed_checks(
         "1 check passed (--verbose lists them)",
     ]
     assert "unknown  one: text" in as_text(answers, strict=True)
+    harmless = [one for one in answers if one.verdict not in FAILING]
+    assert as_text(harmless).splitlines()[0] == "no problem found: of 4 checks, 3 need more input, 1 passed"
+    assert as_text(harmless[:1], strict=True).startswith("unknown: 1 needs more input, 0 passed")
+    assert as_text(harmless[1:2]).startswith("no problem found: of 1 check, 1 passed")
+    assert as_text([answers[5], answers[5]]).startswith("error: 2 errors, 0 passed")
     assert worst(answers) is Verdict.ERROR
     assert worst(answers[:3]) is Verdict.WARNING
     assert worst(answers[:2]) is Verdict.UNKNOWN
@@ -109,7 +114,7 @@ def test_the_verdict_has_a_colour_on_a_terminal(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     monkeypatch.setenv("NO_COLOR", no_colour)
     first, _, paragraph, *_ = as_text([LONG]).splitlines()
-    assert first == f"{word}: 1 warning"
+    assert first == f"{word}: 1 warning, 0 passed"
     assert paragraph.startswith(f"{word}  host pool: word")
 
 
@@ -119,15 +124,32 @@ def test_strict_fails_if_a_check_could_not_be_made(capsys: pytest.CaptureFixture
     assert main(["doctor", "--strict", "--config", "host_bytes=1MiB"]) == 1
 
 
-def test_bad_settings_are_listed_together_and_no_check_uses_them(
+def test_bad_settings_are_listed_together_and_the_checks_use_the_others(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    bad = {
+        "host_bytse": 1,
+        "transfer_timeout_s": "soon",
+        "disk_path": f"{tmp_path}/disk",
+        "disk_bytes": "1MiB",
+    }
     path = tmp_path / "settings.json"
-    path.write_text('{"host_bytse": 1, "transfer_timeout_s": "soon"}')
+    path.write_text(json.dumps(bad))
     code, found = doctor(capsys, "--config", str(path))
-    assert (code, found[""], set(found)) == (1, "error", {"", "settings", *VLLM})
+    tiers = {"disk space", "disk folder"}
+    assert (code, set(found) - ON_SOCKETS) == (1, {"", "settings", *SIZED, *MACHINE, *VLLM, *tiers})
     assert "did you mean host_bytes?" in found["settings"]["finding"]
     assert "transfer_timeout_s" in found["settings"]["finding"]
+    assert found["disk space"]["finding"].startswith("1.0 MiB fit ")
+    assert {found[name]["verdict"] for name in SIZED} == {"unknown"}
+
+
+@pytest.mark.parametrize("bad", ["verify=no", "tier_key_file=/nowhere/key", "remote_url=http://x", "block=1"])
+def test_a_bad_setting_costs_no_other_check(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor(capsys, "--config", bad, "--config", "host_bytes=1000TiB")
+    assert (code, found["settings"]["verdict"]) == (1, "error")
+    assert found["host memory"]["finding"].startswith("1,000.0 TiB are too much")
+    assert set(found) >= {*SIZED, *MACHINE, *VLLM}
 
 
 def test_without_settings_it_reports_the_machine_and_advises_settings(

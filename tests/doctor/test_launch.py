@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvoffload.checks.launch import Launch, find_launch
 from kvoffload.model.errors import ConfigError
@@ -46,6 +49,12 @@ def find(line: str | list[str]) -> Launch:
         "podman run --replace --device nvidia.com/gpu=all --security-opt=label=disable img M --ranks 2",
         "nerdctl run --env-file /nowhere --gpus=all img M --ranks 2",
         "docker compose run --rm img M --ranks 2",
+        "docker compose -f x.yml run -T --no-deps --build img M --ranks 2",
+        "podman run --tls-verify --no-hosts --pull=newer img M --ranks 2",
+        "apptainer run --nv --bind /a:/b image.sif M --ranks 2",
+        "singularity run --env A=b docker://x/img:1 M --ranks 2",
+        "apptainer instance run --nv --bind $HOME:/data $SIF name M --ranks 2",
+        "kubectl run x --image=img --restart=Never -- M --ranks 2",
     ],
 )
 def test_the_arguments_are_found_behind_launchers_and_images(line: str) -> None:
@@ -87,6 +96,29 @@ def test_a_pods_args_and_composes_command_are_the_arguments(words: list[str], wa
     assert list(find(words).arguments) == wanted
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#!/bin/sh\n# it's for two GPUs\nengine serve M --ranks 2  # don't raise it",
+        "engine serve M \\ \n  --ranks 2\r\n",
+        "MODEL=${MODEL:-M}\nengine serve $MODEL --ranks ${RANKS-2} ${MORE:-}",
+        "MORE='--ranks 2'\nengine serve M $MORE",
+        'MORE=(\n  --ranks 2\n)\nengine serve M "${MORE[@]}"',
+        "ExecStart=/usr/bin/engine serve M --ranks 2",
+        "$ engine serve M --ranks 2",
+        'CMD ["engine", "serve", "M", "--ranks", "2"]',
+        'ENTRYPOINT ["engine", "serve", "M", "--ranks", "2"]',
+        "# of the pod\ncommand: [engine, serve]\nargs:\n- M\n# as many as there are GPUs\n- --ranks # of one node\n- 2\n",
+        "entrypoint: [engine]\ncommand: serve M --ranks 2\n",
+        'command: ["/bin/sh", "-c"]\nargs:\n- |\n  engine serve M \\\n    --ranks 2\n',
+    ],
+)
+def test_scripts_and_container_files_are_read(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MODEL", "RANKS", "MORE"):
+        monkeypatch.delenv(name, raising=False)
+    assert list(find([text]).arguments) == REST
+
+
 def test_the_image_and_its_environment_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKEN", "of this machine")
     monkeypatch.setenv("ALLOCATOR", "of this machine")
@@ -105,9 +137,11 @@ def test_the_image_and_its_environment_are_known(tmp_path: Path, monkeypatch: py
 def test_variables_are_replaced_if_their_value_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODEL", "org/m")
     monkeypatch.delenv("RANKS", raising=False)
-    found = find(["sh", "-c", "PORT=8000 engine serve $MODEL --port ${PORT} --ranks $RANKS --id=$(POD_IP)"])
-    assert found.arguments == ("org/m", "--port", "8000", "--ranks", "$RANKS", "--id=$(POD_IP)")
-    assert found.placeholders == ["$RANKS", "--id=$(POD_IP)"]
+    found = find(
+        ["sh", "-c", "PORT=8000 engine serve $MODEL --port ${PORT} --ranks $RANKS --id=$(POD_IP) $@"]
+    )
+    assert found.arguments == ("org/m", "--port", "8000", "--ranks", "$RANKS", "--id=$(POD_IP)", "$@")
+    assert found.placeholders == ["$RANKS", "--id=$(POD_IP)", "$@"]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +158,52 @@ def test_variables_are_replaced_if_their_value_is_known(monkeypatch: pytest.Monk
         ["sh", "-c", "engine serve 'M"],
         [""],
         ["[1, 2"],
+        ["engine\x0bserve"],
+        ["sh", "-c", "engine\u00a0serve M"],
     ],
 )
 def test_a_line_that_does_not_start_the_engine_is_one_problem(words: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
         find(words)
     assert len(raised.value.problems) == 1
+
+
+PARTS = [
+    *(
+        "engine serve M",
+        "engine",
+        "serve",
+        "run",
+        "docker run",
+        "kubectl run --image=x --",
+        "apptainer run x.sif",
+    ),
+    *(
+        "A=(",
+        "A=",
+        "${A[@]}",
+        "${A:-",
+        "}",
+        "$A",
+        "$(",
+        "args:",
+        "command: [",
+        "- ",
+        "#",
+        "--entrypoint",
+        "-e",
+    ),
+    *("'", '"', "\\", "\n", " ", ")", "]", "{", ": ", "&", "!!int x", "*x", "? ", "CMD", "\u00a0", "--"),
+]
+
+
+@given(
+    st.lists(
+        st.lists(st.sampled_from(PARTS) | st.text(max_size=3), max_size=12).map("".join),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_property_any_line_is_read_or_refused(words: list[str]) -> None:
+    with suppress(ConfigError):
+        assert all(isinstance(word, str) for word in find(words).arguments)

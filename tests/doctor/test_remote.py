@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvoffload.checks.check import Verdict, run_checks
 from kvoffload.checks.outputs import CHECKS
 from tests.doctor.trees import ask, machine, setup
 from tests.remote.http_servers import BUCKET, S3Server
@@ -103,3 +105,18 @@ def test_no_status_of_a_server_that_repeats_secrets_takes_them_to_a_finding(
         )
         _, text = found(f"s3://{BUCKET}", tmp_path)
         assert secret not in text
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "extra"),
+    [("s3://bucket", "obstore", "s3"), ("mooncake://host:1", "mooncake.store", "mooncake")],
+)
+def test_a_missing_client_is_an_error_whose_remedy_alone_has_the_command(
+    url: str, module: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with machine(tmp_path):
+        (finding,) = run_checks([one for one in CHECKS if one.name == "remote tier"], setup(remote_url=url))
+    assert finding.verdict is Verdict.ERROR
+    assert "install" not in finding.text
+    assert finding.remedy.startswith(f"pip install 'kvoffload[{extra}]'")

@@ -382,7 +382,7 @@ def test_the_adopted_blocks_and_their_hits_are_events(start: StartEngine) -> Non
 def test_a_tmpfs_that_fills_up_while_memory_grows_leaves_the_slots_that_are_ready(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, chunks = os.posix_fallocate, []
+    real, chunks = os.posix_fallocate, list[int]()
 
     def fallocate(descriptor: int, offset: int, size: int) -> None:
         if offset == 4096 + len(chunks) * 16 * 1024:

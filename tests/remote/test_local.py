@@ -67,5 +67,5 @@ def test_a_missing_program_is_named_with_its_package(
 
 def test_a_missing_client_is_named_with_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
-    with pytest.raises(RemoteError, match=r"install kvoffload\[mooncake\]"):
+    with pytest.raises(RemoteError, match=r"pip install 'kvoffload\[mooncake\]'"):
         LocalMooncake(tmp_path)

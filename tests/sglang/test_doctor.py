@@ -18,6 +18,7 @@ from tests.doctor.trees import DENSE, machine, setup
 
 MLA = {"model_type": "deepseek_v2", "kv_lora_rank": 512}
 LARGER = {"model_type": "x", "text_config": MLA}
+WITH_FILE = ["sglang", "serve", "--enable-hicache", "--hicache-storage-backend", "file"]
 OURS = {"settings", "disk space", "disk folder", "sglang version", "sglang options"}
 
 
@@ -132,7 +133,12 @@ def test_latents_that_several_ranks_share_exclude_a_disk(
         (["sglang", "serve", "--model-path", "s3://x/m"], "sglang options", "error", "no --enable-hierarchical"),
         (["sglang", "serve", "--config", "x.yaml"], "sglang options", "unknown", "only SGLang reads the file of --config x.yaml"),
         (["sglang", "serve", "--config", "x.yaml"], "settings", "unknown", "only SGLang reads the file of --config x.yaml"),
-        (["sglang", "serve", "--enable-hicache", OPTION, "[1"], "sglang options", "error", OPTION),
+        ([*WITH_FILE, OPTION, "[1", "--enable-lora"], "sglang options", "error", "is file, not dynamic; LoRA is on"),
+        ([*WITH_FILE, OPTION, "[1"], "sglang options", "error", f"{OPTION} [1 is neither a JSON object"),
+        ([*WITH_FILE, OPTION, "[1"], "settings", "error", f"{OPTION} [1 is neither a JSON object"),
+        (["docker", "run", "img", *WITH_FILE, "--hicache-storage-backend", "dynamic", OPTION, "@x.json"],
+         "sglang options", "unknown", "names a file in the image img"),
+        (["docker", "run", "img", *WITH_FILE, OPTION, "@x.json"], "settings", "unknown", "names a file in the image img"),
         (["docker", "run", "img", "python3", "-m", "sglang.launch_server", "--enable-hicache",
           "--hicache-storage-backend", "file"], "sglang options", "error", "is file, not dynamic"),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,10 @@ from tests.tooling.scripts import ROOT
 
 BUILD = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
 WIDTHS = (390, 1024, 1280, 1440)
+WIDTH_OF_TABLES = 1024
+CUT_OFF = """[...document.querySelectorAll('.table-wrapper')].map(
+    one => one.scrollWidth - one.clientWidth).filter(pixels => pixels > 0)"""
+"""By how many pixels each table is cut off that one must scroll to read."""
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +37,26 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
         assert f'href="{page}.html"' in listed
 
 
+def test_the_first_page_says_of_every_page_what_it_is_for() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\* \[[^\]]+\]\((\S+)\.md\): \S.*\.$", text, re.MULTILINE)
+    entries = [
+        line
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    ]
+    pages = [line.rpartition("<")[2].rstrip(">") for line in entries if line and not line.startswith(":")]
+    assert listed == pages
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.tools("chromium-headless-shell")
-def test_no_page_is_wider_than_its_window(site: Path) -> None:
+def test_no_page_is_wider_than_its_window_and_no_table_is_cut_off(site: Path) -> None:
     # the index page only redirects
     pages = [path for path in site.rglob("*.html") if path != site / "index.html"]
     too_wide: list[tuple[str, int, int]] = []
+    cut_off: list[tuple[str, int, int]] = []
     with sync_playwright() as playwright:
         program = shutil.which("chromium-headless-shell")
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
@@ -50,6 +68,9 @@ def test_no_page_is_wider_than_its_window(site: Path) -> None:
                 found = page.evaluate("document.documentElement.scrollWidth")
                 if found > width:
                     too_wide.append((path.name, width, found))
+                if width >= WIDTH_OF_TABLES:
+                    cut_off += ((path.name, width, by) for by in page.evaluate(CUT_OFF))
         browser.close()
     assert len(pages) > 20
     assert not too_wide
+    assert not cut_off

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import re
-
 from tests.tooling.scripts import ROOT
 from tests.vllm.versions import matrix
 from tests.vllm.versions.test_each_version import SCENES
@@ -11,13 +9,8 @@ DRAFTS = "draft model", "EAGLE head", "n-grams"
 SEVERAL_GROUPS = "all these, hybrid model", "all these, recurrent layers (LFM2)"
 
 
-def rows() -> list[list[str]]:
-    (table,) = re.findall(r"<!-- versions -->\n(.*?)<!-- /versions -->", README, flags=re.DOTALL)
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-
-
 def test_the_table_of_versions_has_every_scene_and_locked_version() -> None:
-    title, _, *body = rows()
+    title, *body = matrix.written_rows(README).values()
     assert title == ["vLLM", *matrix.COLUMNS]
     assert set(matrix.SCENES.values()) == {scene.__name__ for scene in SCENES}
     labels = [row[0] for row in body]
@@ -28,7 +21,7 @@ def test_the_table_of_versions_has_every_scene_and_locked_version() -> None:
 
 
 def test_every_promised_cell_of_the_version_table_passed() -> None:
-    for label, *cells in rows()[2:]:
+    for label, *cells in [*matrix.written_rows(README).values()][1:]:
         reported = dict(zip(matrix.COLUMNS, cells, strict=True))
         several, drafts, more, disk = (
             {reported.pop(name) for name in SEVERAL_GROUPS},

@@ -52,6 +52,18 @@ def test_the_documents_show_the_printed_text(form: str, capsys: pytest.CaptureFi
             [*HOST, "--config", "verify=sample", "--config", '{"store_policy":"lazy"}'],
             {"verify": "sample", "store_policy": "lazy"},
         ),
+        (
+            [
+                "--config",
+                "cpu_bytes_to_use=64GiB",
+                "--config",
+                "lazy_offload=true",
+                "--config",
+                "kv_offload_backend=cpu",
+            ],
+            {"store_policy": "lazy"},
+        ),
+        (["--config", '{"cpu_bytes_to_use": "64GiB", "lazy_offload": false}'], {"store_policy": "eager"}),
     ],
 )
 def test_by_default_a_flag_with_valid_json_is_printed(

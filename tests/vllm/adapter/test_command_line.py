@@ -22,6 +22,8 @@ ROOMY = json.dumps({**GOOD, "kv_connector_extra_config": {"host_bytes": "9MiB"}}
 LINES: dict[str, dict[str, Any]] = {
     "M": {},
     "--model M --tensor-parallel-size 2": {"tensor_parallel_size": 2},
+    "-tp 2 M": {"tensor_parallel_size": 2},
+    "--block-size 32 --no-enable-prefix-caching M": {"block_size": 32, "enable_prefix_caching": False},
     "M -tp 2 -pp=4": {"tensor_parallel_size": 2, "pipeline_parallel_size": 4},
     "M --tensor_parallel_size=2 --kv_cache_dtype fp8": {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"},
     "M --tensor-par 2": {"tensor_parallel_size": 2},
@@ -93,6 +95,7 @@ def test_the_options_of_a_line_are_read(line: str) -> None:
         "VLLM_PLUGINS=x python3 -m vllm.entrypoints.openai.api_server --model M --block-size 32",
         "python -m vllm.entrypoints.cli.main serve M --block-size 32",
         "python3 /app/vllm/entrypoints/openai/api_server.py --model M --block-size 32",
+        "uvx vllm@0.32.0 serve M --block-size 32",
         "python3 -m dynamo.vllm --model M --block-size 32 --is-prefill-worker",
         "docker run --gpus all vllm/vllm-openai:v0.32.0 --model M --block-size 32",
         "podman run -p 8000:8000 --name vllm-openai docker.io/vllm/vllm-openai-cpu M --block-size=32",

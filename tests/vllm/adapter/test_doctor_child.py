@@ -37,6 +37,9 @@ OTHERS = {
     "a window in all layers": model("mistral", "MistralForCausalLM", sliding_window=1024, head_dim=64),
     "recurrent layers": model("lfm2", "Lfm2ForCausalLM", full_attn_idxs=[1, 3], conv_L_cache=3),
     "shared layers": model("gemma3n_text", "Gemma3nForCausalLM"),
+    "values of another width": model("qwen3", "Qwen3ForCausalLM", head_dim=64, v_head_dim=128),
+    "layers of several sizes": model("llama", "LlamaForCausalLM", block_configs=[{}, {}, {}, {}]),
+    "no layers": model("llama", "LlamaForCausalLM", num_hidden_layers=0),
 }
 WHISPER = {
     "model_type": "whisper",

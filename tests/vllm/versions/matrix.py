@@ -195,7 +195,9 @@ def read_results(junit: str) -> dict[str, str]:
 
 
 def render(rows: Sequence[Sequence[str]]) -> str:
-    lines = [["vLLM", *COLUMNS], ["---"] * (len(COLUMNS) + 1), *rows]
+    """Return a table with a column for each row, because a page has more room for scenes below each other."""
+    title, *lines = zip(["vLLM", *COLUMNS], *rows, strict=True)
+    lines = [title, ("---",) * len(title), *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -205,10 +207,10 @@ def filled(page: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def written_rows(page: str) -> dict[str, list[str]]:
-    """Return the rows of the table in the page, by label."""
+    """Return the results that are in the page's table, by label; under "vLLM" the scenes' names."""
     (table,) = re.findall(r"<!-- versions -->\n(.*?)<!-- /versions -->", page, flags=re.DOTALL)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    return {row[0]: row for row in rows[2:]}
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    return {row[0]: [*row] for row in zip(lines[0], *lines[2:], strict=True)}
 
 
 def main() -> int:
