@@ -19,6 +19,7 @@ from kvoffload.model import facts
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
 from kvoffload.model.ids import SlotId
+from kvoffload.model.wire import Tier
 from kvoffload.node.table import HostTable
 from kvoffload.runtime import host_catalog
 from kvoffload.transfer.arena import Arena
@@ -252,6 +253,17 @@ def test_r20_a_rank_that_was_opened_without_a_scheduler_has_no_table(
     assert loaded(made) == 0
 
 
+@pytest.mark.parametrize("size", [4096, -4096])
+def test_r20_in_a_cut_file_nothing_is_found(start: StartEngine, shared_memory: Path, size: int) -> None:
+    start(ranks=2).run(PROMPT)
+    start(path=shared_memory / "another")
+    (path,) = shared_memory.glob("reference-*/0/rank1")
+    os.truncate(path, size if size > 0 else path.stat().st_size + size)
+    made = start(ranks=2)
+    assert indexed(made) == {}
+    assert loaded(made) == 0
+
+
 @pytest.mark.parametrize("verify", [("off", "full"), ("full", "off")])
 def test_another_verify_finds_nothing(start: StartEngine, verify: tuple[str, str]) -> None:
     start(extra={"verify": verify[0]}).run(PROMPT)
@@ -309,6 +321,35 @@ def test_blocks_that_must_not_outlive_their_engine_are_not_found(
     assert len(indexed(made)) > len(found)
     monkeypatch.undo()
     assert indexed(start()) == found
+
+
+def test_a_block_that_is_stored_again_before_it_is_adopted_has_one_slot(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_catalog, "_PART", 4)
+    start().run(PROMPT)
+    made = start(starts_ready=False, drains=False)
+    made.submit(PROMPT)
+    made.portal.advance()
+    made.drain()
+    assert made.count("store_blocks", "stored") > 0
+    made.assert_clean()
+    assert len(indexed(made)) == len(PROMPT) // BLOCK
+
+
+def test_a_block_that_the_table_lists_twice_is_adopted_once(start: StartEngine) -> None:
+    """An engine that is killed while it adopts may have stored a block again that it had not adopted yet."""
+    made = start()
+    made.run(PROMPT)
+    catalog: Any = made.offload.catalogs[Tier.HOST]
+    for slot, key in indexed(made).items():
+        catalog._table.publish(slot + 100, key, 0.0)
+    made = start()
+    assert made.count("adopted_blocks") == len(PROMPT) // BLOCK
+    made.run(PROMPT)
+    made.assert_clean()
+    again: Any = start()
+    assert again.offload.catalogs[Tier.HOST].adopted == len(PROMPT) // BLOCK
 
 
 def test_the_least_recently_used_adopted_blocks_are_evicted_first(start: StartEngine) -> None:
