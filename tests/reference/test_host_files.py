@@ -20,7 +20,7 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
 from kvoffload.model.ids import SlotId
 from kvoffload.model.wire import Tier
-from kvoffload.node.table import HostTable
+from kvoffload.node.table import HostTable, boot_id
 from kvoffload.runtime import host_catalog
 from kvoffload.transfer.arena import Arena
 from tests.captured_logs import capture_logs
@@ -202,6 +202,29 @@ def test_r20_a_reset_while_the_table_is_written_closes_it(
     running[0].drain()
     monkeypatch.undo()
     assert indexed(running[0]) == {}
+    running[0].run(PROMPT)
+    _, (reason,) = reasons(start)
+    assert "was reset" in reason
+
+
+def test_r20_a_reset_while_the_fingerprint_is_written_closes_the_table(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = [start(drains=False, starts_ready=False)]
+    real = HostTable.identify
+
+    def reset() -> str:
+        assert running[0].engine.reset_prefix_cache()
+        return boot_id()
+
+    def identify(self: HostTable, fingerprint: str) -> None:
+        monkeypatch.setattr("kvoffload.node.table.boot_id", reset)
+        real(self, fingerprint)
+        monkeypatch.undo()
+
+    monkeypatch.setattr(HostTable, "identify", identify)
+    running[0].pass_time()
+    running[0].drain()
     running[0].run(PROMPT)
     _, (reason,) = reasons(start)
     assert "was reset" in reason
