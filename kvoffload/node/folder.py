@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -291,13 +291,20 @@ def list_kept(root: Path) -> list[Kept]:
     found = list[Kept]()
     with suppress(OSError):
         for path in root.iterdir():
-            if not _is_kind(path):
-                continue
-            with suppress(OSError, DiskError), open_folder(path) as kind, _choosing(kind):
-                found += [
-                    _kept(path / str(number)) for number in _numbers(kind) if _is_engine(path / str(number))
-                ]
+            with suppress(OSError, DiskError):
+                found += _kept_of(path)
     return sorted(found, key=lambda kept: kept.used_at)
+
+
+def _kept_of(kind_path: Path) -> list[Kept]:
+    found = list[Kept]()
+    if not _is_kind(kind_path):
+        return found
+    with open_folder(kind_path) as kind, _choosing(kind):
+        for path in [kind_path / str(number) for number in _numbers(kind)]:
+            with suppress(OSError, DiskError):
+                found += [_kept(path)] if _is_engine(path) else []
+    return found
 
 
 def _is_kind(path: Path) -> bool:
@@ -322,9 +329,7 @@ def remove_kept(kept: Kept) -> bool:
     try:
         with open_root(kept.path.parent) as kind, _choosing(kind), open_folder(kept.path) as folder:
             folder.lock = _locked(folder, fcntl.LOCK_EX)
-            for name in os.listdir(folder.descriptor):
-                if _OURS.fullmatch(name):
-                    folder.unlink(name)
+            _unlink(folder, os.listdir(folder.descriptor))
             kept.path.rmdir()
     except (BlockingIOError, FileNotFoundError):
         return False
@@ -333,6 +338,16 @@ def remove_kept(kept: Kept) -> bool:
         return False
     log.info("host_memory_removed", folder=str(kept.path), bytes=kept.size)
     return True
+
+
+def remove_files(folder: OpenFolder) -> None:
+    """Remove what an engine keeps in its folder. Memory stays until no process maps it."""
+    _unlink(folder, {*os.listdir(folder.descriptor)} - {_LOCK, _OWNER})
+
+
+def _unlink(folder: OpenFolder, names: Iterable[str]) -> None:
+    for name in filter(_OURS.fullmatch, names):
+        folder.unlink(name)
 
 
 def make_room(place: HostPlace, is_needed: Callable[[], bool]) -> None:

@@ -224,11 +224,6 @@ def read_table(folder: OpenFolder, files: tuple[bytes, ...]) -> Left | None:
     )
 
 
-def remove_table(folder: OpenFolder) -> None:
-    for name in (TABLE_NAME, _NEW):
-        folder.unlink(name)
-
-
 def boot_id() -> str:
     """Return the id of the machine's present boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

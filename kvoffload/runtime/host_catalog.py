@@ -34,9 +34,9 @@ from kvoffload.model.causes import Adoption, RemoteFault
 from kvoffload.model.errors import reason_of
 from kvoffload.model.ids import BlockKey, Rank, SlotId
 from kvoffload.model.wire import Put, SlotsFile, Tier, TransferReport
-from kvoffload.node.folder import Claim, HostPlace, bound_orphans, describe, list_kept
+from kvoffload.node.folder import Claim, HostPlace, bound_orphans, describe, list_kept, remove_files
 from kvoffload.node.processes import may_run
-from kvoffload.node.table import HostTable, Left, NotATable, TableHeader, read_table, remove_table
+from kvoffload.node.table import HostTable, Left, NotATable, TableHeader, read_table
 from kvoffload.runtime.portal import Portal
 
 _PART = 2048  # the maximum number of blocks, or of free slots, that one step passes to the core
@@ -375,7 +375,7 @@ class HostCatalog:
             return
         if not self._keeps:
             self.distrust()
-            remove_table(claim.folder)
+            remove_files(claim.folder)
         claim.close()
 
 

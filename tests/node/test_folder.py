@@ -190,6 +190,27 @@ def test_what_engines_have_not_made_is_neither_listed_nor_changed_nor_removed(sh
     assert list_kept(shared_memory / "missing") == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_a_folder_that_cannot_be_read_hides_no_other(shared_memory: Path) -> None:
+    shared_memory.chmod(0o777)
+    (shared_memory / "earlier").mkdir(mode=0o700)
+    try:
+        os.seteuid(65534)
+        (path,) = orphans(shared_memory, 5000)
+        os.seteuid(0)
+        (shared_memory / "later").mkdir(mode=0o700)
+        os.seteuid(65534)
+        assert [kept.path for kept in list_kept(shared_memory)] == [path]
+    finally:
+        os.seteuid(0)
+
+
+def test_a_refused_folder_hides_no_other_of_its_kind(shared_memory: Path) -> None:
+    first, second, third = orphans(shared_memory, 5000, 5000, 5000)
+    second.chmod(0o777)
+    assert [kept.path for kept in list_kept(shared_memory)] == [first, third]
+
+
 def test_a_tmpfs_without_a_limit_has_room(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096))
     check_free(shared_memory, 2**60)

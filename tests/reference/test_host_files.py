@@ -409,8 +409,9 @@ def test_files_can_be_removed_at_the_end(start: StartEngine, shared_memory: Path
     made.run(PROMPT)
     (folder,) = shared_memory.glob("reference-*/0")
     assert {path.name for path in folder.iterdir()} > {"rank0", "table"}
+    (folder / "notes").write_bytes(b"tokens of prompts")
     start(path=shared_memory / "another")
-    assert {path.name for path in folder.iterdir()} <= {"lock", "owner.json", "identity.json"}
+    assert {path.name for path in folder.iterdir()} == {"lock", "owner.json"}
 
 
 def test_files_are_for_this_user_only(start: StartEngine, shared_memory: Path) -> None:
