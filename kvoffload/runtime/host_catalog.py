@@ -308,8 +308,9 @@ class HostCatalog:
         """Begin this process's table, with the blocks of the process before or none."""
         assert self._claim is not None
         slots = min(each.wanted_slots for each in self._reports.values())
-        kept = min(file.slots for file in self._files.values())
-        self._unsettled = [slot for slot in unsettled if slot < kept]
+        kept, written = [pick(file.slots for file in self._files.values()) for pick in (min, max)]
+        # Old copies may write to any rank's file, also to one that is still used where another rank's is not.
+        self._unsettled = [slot for slot in unsettled if slot < written]
         self._blocks = _Blocks.none() if left is None else _Blocks.of(left, kept)
         self.adopted = len(self._blocks.slots)
         self._end = 1 + max([*self._unsettled, *self._blocks.slots.tolist()], default=-1)

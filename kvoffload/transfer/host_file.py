@@ -223,7 +223,10 @@ def _read_header(folder: OpenFolder, name: str, descriptor: int, shape: RankShap
 
 
 def _move_last_chunk(descriptor: int, shape: RankShape, had: int, wanted: int) -> None:
-    """Move the bytes of the last chunk that both processes have, if its number of slots changes."""
+    """Move the bytes of the last chunk that both processes have, if its number of slots changes.
+
+    They move to new pages, because the device of a killed process may still write where a slot was, where another is now.
+    """
     chunk = (min(had, wanted) - 1) // shape.chunk_slots
     before, after = [min(shape.chunk_slots, slots - chunk * shape.chunk_slots) for slots in (had, wanted)]
     if before == after:
@@ -235,6 +238,7 @@ def _move_last_chunk(descriptor: int, shape: RankShape, had: int, wanted: int) -
     for size, (source, _), (target, _) in zip(sizes, pairwise(sources), pairwise(targets), strict=True):
         length = min(before, after) * size
         moved[target : target + length] = data[source : source + length]
+    os.ftruncate(descriptor, start)
     os.pwrite(descriptor, moved, start)
 
 

@@ -156,6 +156,24 @@ def test_r20_slots_under_copies_of_a_killed_engine_come_back_once_its_processes_
     made.assert_clean()
 
 
+def test_r20_slots_under_copies_of_a_killed_engine_stay_unused_although_another_ranks_file_is_missing(
+    start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = start(ranks=2)
+    made.hold()
+    made.submit(PROMPT)
+    for _ in range(5):
+        made.step()
+    left = killed(shared_memory)
+    made.release()
+    made.drain()
+    (path,) = left.glob("reference-*/0/rank0")
+    path.unlink()
+    monkeypatch.setattr(host_catalog, "may_run", lambda process: True)
+    pool = start(ranks=2, path=left).offload.state.pool
+    assert pool.count(SlotState.QUARANTINED)
+
+
 def reasons(start: StartEngine, **options: object) -> tuple[Rig, list[str]]:
     """Start the next engine; return it and why it adopted nothing."""
     with capture_logs() as logs:
