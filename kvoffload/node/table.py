@@ -224,6 +224,11 @@ def read_table(folder: OpenFolder, files: tuple[bytes, ...]) -> Left | None:
     )
 
 
+def table_bytes(slots: int, ranks: int) -> int:
+    """Return how many bytes a table takes."""
+    return _size(TableHeader(slots, (b"",) * ranks))
+
+
 def boot_id() -> str:
     """Return the id of the machine's present boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

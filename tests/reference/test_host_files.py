@@ -20,11 +20,11 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
 from kvoffload.model.ids import SlotId
 from kvoffload.model.wire import Tier
-from kvoffload.node.table import HostTable, boot_id
+from kvoffload.node.table import HostTable, boot_id, table_bytes
 from kvoffload.runtime import host_catalog
 from kvoffload.transfer.arena import Arena
 from tests.captured_logs import capture_logs
-from tests.reference.rig import BLOCK, KINDS, Rig, rig, text
+from tests.reference.rig import BLOCK, KINDS, Rig, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
 NONE: Mapping[str, object] = {}
@@ -460,6 +460,17 @@ def test_the_adopted_blocks_and_their_hits_are_events(start: StartEngine) -> Non
         hit = loaded(made)
     assert events == [BlocksAdopted(blocks), AdoptedBlocksHit(len(PROMPT) // BLOCK - 1)]
     assert hit == 2 * (len(PROMPT) // BLOCK - 1)
+
+
+def test_a_tmpfs_with_room_for_the_slots_and_not_for_their_table_is_refused(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 200 * slot_bytes("full")
+    monkeypatch.setattr("kvoffload.node.folder.free_bytes", lambda root: room)
+    with pytest.raises(ConfigError, match=r"host_path: the tmpfs of .* has .* left, and host_bytes needs"):
+        start()
+    room += 2 * table_bytes(200, 1)
+    start().run(PROMPT)
 
 
 def test_a_tmpfs_that_fills_up_while_memory_grows_leaves_the_slots_that_are_ready(
