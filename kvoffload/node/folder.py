@@ -291,24 +291,34 @@ def list_kept(root: Path) -> list[Kept]:
     found = list[Kept]()
     with suppress(OSError):
         for path in root.iterdir():
-            with suppress(OSError, DiskError):
-                found += _kept_of(path)
+            if _is_kind(path):
+                with _saying_if_left_out(path):
+                    found += _kept_of(path)
     return sorted(found, key=lambda kept: kept.used_at)
 
 
 def _kept_of(kind_path: Path) -> list[Kept]:
     found = list[Kept]()
-    if not _is_kind(kind_path):
-        return found
     with open_folder(kind_path) as kind, _choosing(kind):
         for path in [kind_path / str(number) for number in _numbers(kind)]:
-            with suppress(OSError, DiskError):
-                found += [_kept(path)] if _is_engine(path) else []
+            if _is_engine(path):
+                with _saying_if_left_out(path):
+                    found.append(_kept(path))
     return found
 
 
+@contextmanager
+def _saying_if_left_out(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, DiskError) as error:
+        log.warning("host_memory_not_listed", folder=str(path), reason=str(error))
+
+
 def _is_kind(path: Path) -> bool:
-    return not path.is_symlink() and (path / _CLAIMS).is_file() and path.stat().st_uid == os.geteuid()
+    with suppress(PermissionError):
+        return not path.is_symlink() and (path / _CLAIMS).is_file() and path.stat().st_uid == os.geteuid()
+    return False
 
 
 def _is_engine(path: Path) -> bool:

@@ -27,6 +27,7 @@ from kvoffload.node.folder import (
     remove_kept,
 )
 from kvoffload.node.processes import Process, may_run, this_process
+from tests.captured_logs import capture_logs
 
 
 def place(root: Path, engine: str, kind: str = "kind") -> HostPlace:
@@ -208,7 +209,22 @@ def test_a_folder_that_cannot_be_read_hides_no_other(shared_memory: Path) -> Non
 def test_a_refused_folder_hides_no_other_of_its_kind(shared_memory: Path) -> None:
     first, second, third = orphans(shared_memory, 5000, 5000, 5000)
     second.chmod(0o777)
-    assert [kept.path for kept in list_kept(shared_memory)] == [first, third]
+    with capture_logs() as logs:
+        assert [kept.path for kept in list_kept(shared_memory)] == [first, third]
+    assert [(line["event"], line["folder"]) for line in logs] == [("host_memory_not_listed", str(second))]
+
+
+def test_memory_whose_kind_another_process_has_locked_is_not_left_out_silently(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "_PAUSE_S", 0.0)
+    orphans(shared_memory, 5000)
+    kind = OpenFolder(shared_memory / "kind", os.open(shared_memory / "kind", os.O_RDONLY))
+    with kind, folder._choosing(kind), capture_logs() as logs:
+        assert list_kept(shared_memory) == []
+    (line,) = logs
+    assert line["event"] == "host_memory_not_listed"
+    assert "another process has locked" in line["reason"]
 
 
 def test_a_tmpfs_without_a_limit_has_room(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
