@@ -247,11 +247,14 @@ def _read_owner(folder: OpenFolder) -> Owner:
 
 
 def describe(folder: OpenFolder, identity: KVIdentity) -> None:
-    """Write what the KV in a claimed folder depends on, for people."""
+    """Write what the KV in a claimed folder depends on, for people. If that fails, say so."""
     parts = {"fingerprint": identity.fingerprint, **identity.as_parts()}
-    with os.fdopen(folder.make_file(f"{_DESCRIPTION}.new"), "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(parts), indent=2))
-    folder.rename(f"{_DESCRIPTION}.new", _DESCRIPTION)
+    try:
+        with os.fdopen(folder.make_file(f"{_DESCRIPTION}.new"), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(parts), indent=2))
+        folder.rename(f"{_DESCRIPTION}.new", _DESCRIPTION)
+    except OSError as error:
+        log.warning("host_memory_not_described", folder=str(folder.path), reason=str(error))
 
 
 def _write_owner(folder: OpenFolder, owner: Owner) -> None:

@@ -227,6 +227,7 @@ class HostCatalog:
                 self.distrust()
                 if self.opening is not None:
                     self.not_adopted = Adoption.FAILED
+                    self._blocks, self.adopted = _Blocks.none(), 0
                 self._left = self.opening = None
                 self._add_reported()
 

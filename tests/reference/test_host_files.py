@@ -16,6 +16,7 @@ import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
+from kvoffload.model.causes import Adoption
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
 from kvoffload.model.ids import SlotId
@@ -471,6 +472,32 @@ def test_a_tmpfs_with_room_for_the_slots_and_not_for_their_table_is_refused(
         start()
     room += 2 * table_bytes(200, 1)
     start().run(PROMPT)
+
+
+def test_a_table_that_cannot_be_written_is_an_adoption_that_failed(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    start().run(PROMPT)
+    monkeypatch.setattr(HostTable, "create", fail)
+    made: Any = start()
+    assert made.offload.catalogs[Tier.HOST].adoption is Adoption.FAILED
+    assert made.offload.catalogs[Tier.HOST].adopted == made.count("adopted_blocks") == 0
+    assert loaded(made) == 0
+
+
+def test_a_description_that_cannot_be_written_costs_no_block(start: StartEngine, shared_memory: Path) -> None:
+    start().run(PROMPT)
+    start(path=shared_memory / "another")
+    (path,) = shared_memory.glob("reference-*/0/identity.json")
+    path.unlink()
+    (path / "folder").mkdir(parents=True)
+    with capture_logs() as logs:
+        assert loaded(start()) > 0
+    assert "host_memory_not_described" in {line["event"] for line in logs}
+    assert loaded(start()) > 0
 
 
 def test_a_tmpfs_that_fills_up_while_memory_grows_leaves_the_slots_that_are_ready(
