@@ -27,6 +27,7 @@ _DESCRIPTION = "identity.json"
 _OURS = re.compile(r"lock|notes|(rank|sums)\d+|(owner\.json|identity\.json|table)(\.new)?")
 _LONGEST_OWNER = 2**20
 _TRIES, _PAUSE_S = 200, 0.05  # how often, and after which pause, a process tries to lock `claims`
+_LAST_TRIES = 20  # the same for a process that ends: engines wait only a few seconds for their workers
 _FILE_SYSTEM = "tmpfs"
 
 log = get_logger("host")
@@ -70,13 +71,18 @@ class Claim:
             may_still_write: whether copies of this process may still write to memory in this folder.
         """
         if not may_still_write:
-            with suppress(OSError, DiskError), open_folder(self.folder.path.parent) as kind, _choosing(kind):
-                owner = _read_owner(self.folder)
-                processes = [*owner.processes]
-                with suppress(ValueError):
-                    processes.remove(this_process())  # once, because each claim added it once
-                _write_owner(self.folder, msgspec.structs.replace(owner, processes=tuple(processes)))
+            with suppress(OSError, DiskError), open_folder(self.folder.path.parent) as kind:
+                self._leave(kind)
         self.folder.close()
+
+    def _leave(self, kind: OpenFolder) -> None:
+        """Remove this process from the owner's list, in which an ended process does no harm."""
+        with _choosing(kind, _LAST_TRIES):
+            owner = _read_owner(self.folder)
+            processes = [*owner.processes]
+            with suppress(ValueError):
+                processes.remove(this_process())  # once, because each claim added it once
+            _write_owner(self.folder, msgspec.structs.replace(owner, processes=tuple(processes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,21 +174,21 @@ def check_free(root: Path, needed: int) -> None:
 
 
 @contextmanager
-def _choosing(kind: OpenFolder) -> Iterator[None]:
+def _choosing(kind: OpenFolder, tries: int = _TRIES) -> Iterator[None]:
     """Let one process at a time choose a folder of this kind.
 
     Raises:
-        DiskError: another process has been choosing for ten seconds.
+        DiskError: another process has been choosing for too long, by default for ten seconds.
     """
     descriptor = kind.open(_CLAIMS, os.O_RDWR | os.O_CREAT)
     try:
-        for _ in range(_TRIES):
+        for _ in range(tries):
             with suppress(BlockingIOError):
                 lock(descriptor)
                 break
             time.sleep(_PAUSE_S)
         else:
-            raise DiskError(f"another process has locked {kind.path / _CLAIMS} for {_TRIES * _PAUSE_S:.0f} s")
+            raise DiskError(f"another process has locked {kind.path / _CLAIMS} for {tries * _PAUSE_S:.0f} s")
         yield
     finally:
         close_locked(descriptor)

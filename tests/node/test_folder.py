@@ -114,6 +114,20 @@ def test_a_process_that_never_stops_choosing_is_an_error(
         assert number(place(shared_memory, "b").claim()) == 1
 
 
+def test_a_process_that_ends_waits_at_most_a_second_for_one_that_is_choosing(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("kvoffload.node.folder.time.sleep", pauses.append)
+    claim = place(shared_memory, "a").claim()
+    kind = OpenFolder(shared_memory / "kind", os.open(shared_memory / "kind", os.O_RDONLY))
+    with kind, folder._choosing(kind):
+        claim.close()
+    assert 0 < sum(pauses) <= 1.001
+    (kept,) = list_kept(shared_memory)
+    assert kept.is_orphan
+
+
 def orphans(root: Path, *sizes: int, kind: str = "kind") -> list[Path]:
     """Leave folders without an engine, each with this many bytes, the least recently begun first."""
     claims = [place(root, f"{kind} {engine}", kind).claim() for engine in range(len(sizes))]
