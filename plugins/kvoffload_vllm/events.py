@@ -15,7 +15,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.model.ids import BlockKey, SlotId
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from kvoffload_vllm.pool_device import VllmDevice
 
 _ANNOUNCED = 1024  # how many adopted blocks are announced in one step, which takes a few milliseconds
+# One set for all blocks: of a million sets, each pass of the garbage collector would take 200 ms, in some hook.
+_ONLY = {tier: frozenset((tier,)) for tier in Tier}
 _TOKEN = "i"  # `array`'s code for a signed integer of four bytes
 
 
@@ -81,7 +83,7 @@ class BlockNotes:
     """
 
     def __init__(self, groups: VllmGroups, wire: Wire, is_held: Callable[[BlockKey], bool]) -> None:
-        self.awaited: dict[BlockKey, set[Tier]] = {}
+        self.awaited: dict[BlockKey, frozenset[Tier]] = {}
         self.late: list[BlockKey] = []
         self._wire = wire
         self._is_held = is_held
@@ -186,7 +188,8 @@ class TierEvents:
         self._is_removed = False
         self._kept = kept
         self._is_adopting = is_adopting
-        self._adopted: list[tuple[SlotId, BlockKey]] = []  # not announced yet
+        # Not announced yet, by depth: sorting all of them would take too long in a hook.
+        self._adopted: dict[int, list[tuple[SlotId, BlockKey]]] = {}
         self._announcing: Iterator[tuple[SlotId, BlockKey]] | None = None  # the same, parents first
 
     def note(self, request: Request, first: int, computed_tokens: int) -> int:
@@ -231,8 +234,7 @@ class TierEvents:
         """Yield the events of some adopted blocks that are still on the host."""
         assert self._kept is not None
         if self._announcing is None:
-            places = self._kept.by_depth([slot for slot, _ in self._adopted])
-            self._announcing = iter([self._adopted[place] for place in places])
+            self._announcing = chain.from_iterable([self._adopted[depth] for depth in sorted(self._adopted)])
         some = [*islice(self._announcing, _ANNOUNCED)]
         for slot, key in some:
             kept = self._kept.read(slot, key, self._tokens[split_key(key)[1]])
@@ -240,7 +242,7 @@ class TierEvents:
             if kept is not None and is_there and self._awaits_no_more(key, Tier.HOST):
                 yield self._stored(Tier.HOST, key, BlockNote(kept.parent, kept.tokens))
         if len(some) < _ANNOUNCED:
-            self._adopted, self._announcing = [], None
+            self._adopted, self._announcing = {}, None
 
     def events(self, tier: Tier, ledger: Iterable[tuple[BlockKey, bool]]) -> Iterator[KVCacheEvent]:
         """Yield one removal event for each group, then one event for each arrived block, parents first.
@@ -272,10 +274,11 @@ class TierEvents:
 
     def _await(self, key: BlockKey, tier: Tier) -> None:
         """Record that a block has arrived without a note. On the host, the engine before may have left one."""
-        self.notes.awaited.setdefault(key, set()).add(tier)
+        awaited = self.notes.awaited
+        awaited[key] = awaited[key] | {tier} if key in awaited else _ONLY[tier]
         slot = self._indexes[tier].get(key)
         if tier is Tier.HOST and self._kept is not None and self._announcing is None and slot is not None:
-            self._adopted.append((slot, key))
+            self._adopted.setdefault(self._kept.depth(slot), []).append((slot, key))
 
     def _keep(self, tier: Tier, key: BlockKey, note: BlockNote) -> None:
         """Keep the note of a block on the host for the engine after this one, if events of it need nothing more."""
@@ -286,12 +289,14 @@ class TierEvents:
 
     def _awaits_no_more(self, key: BlockKey, tier: Tier) -> bool:
         """Remove a block's entry for a tier from `awaited`. Return whether there was such an entry."""
-        tiers = self.notes.awaited.get(key, set())
-        was_left_out = tier in tiers
-        tiers.discard(tier)
-        if was_left_out and not tiers:
+        tiers = self.notes.awaited.get(key, ())
+        if tier not in tiers:
+            return False
+        if len(tiers) > 1:
+            self.notes.awaited[key] = frozenset(tiers) - {tier}
+        else:
             del self.notes.awaited[key]
-        return was_left_out
+        return True
 
     def _stored(self, tier: Tier, key: BlockKey, note: BlockNote) -> KVCacheEvent:
         block_hash, number = split_key(key)

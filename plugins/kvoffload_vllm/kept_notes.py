@@ -13,10 +13,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvoffload.disk.open_folder import OpenFolder
@@ -108,11 +106,9 @@ class KeptNotes:
         end = _RECORD.size + 4 * tokens
         return KeptNote(depth, parent[:length] if length else None, record[_RECORD.size : end])
 
-    def by_depth(self, slots: Sequence[SlotId]) -> list[int]:
-        """Return the positions in `slots`, parents before their children. Slots without a note may be anywhere."""
+    def depth(self, slot: SlotId) -> int:
+        """Return how deep the block of a slot's note is in its prompt; any number if the slot has no note."""
         if self._memory is None:
-            return []
-        kind = np.dtype({"names": ["depth"], "formats": ["<u4"], "offsets": [8], "itemsize": self._pitch})
-        records = np.frombuffer(self._memory, kind, (len(self._memory) - PAGE) // self._pitch, PAGE)
-        found: list[int] = np.argsort(records["depth"][np.array(slots, np.int64)], kind="stable").tolist()
-        return found
+            return 0
+        start = PAGE + slot * self._pitch + 8
+        return int.from_bytes(self._memory[start : start + 4], "little")
