@@ -130,11 +130,22 @@ class HostState:
                 self.tally.events.append(events.CapacityGrown(self.pool.capacity))
 
     def restored(self, fact: TierRestored) -> None:
-        """Add host slots, with the blocks that an earlier process left in them."""
-        before, index = self.pool.capacity, self.pool.index
-        blocks = {put.slot: put.key for put in fact.puts if put.key not in index}
+        """Add host slots, with the blocks that an earlier process left in them.
+
+        Between two parts, requests may store or fetch blocks of a later part again. So each key gets one slot, and none
+        if it is on the host or on its way. The catalog's table has the other slots' keys, until it gets the slots as free.
+        """
+        pool, before = self.pool, self.pool.capacity
+        slots = {put.key: put.slot for put in fact.puts}
+        blocks = {
+            slot: key
+            for key, slot in slots.items()
+            if key not in pool.index and key not in self.in_flight.keys
+        }
         twice = [put.slot for put in fact.puts if put.slot not in blocks]
-        self.pool.adopt(fact.slots, blocks, (*fact.free, *twice))
+        pool.adopt(fact.slots, blocks, (*fact.free, *twice))
+        if pool.for_catalog is not None:
+            pool.for_catalog += twice
         self.misses.arrived(blocks.values())
         if blocks:
             self.tally.events.append(events.BlocksAdopted(len(blocks)))

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ _DESCRIPTION = "identity.json"
 _OURS = re.compile(r"lock|notes|(rank|sums)\d+|(owner\.json|identity\.json|table)(\.new)?")
 _LONGEST_OWNER = 2**20
 _TRIES, _PAUSE_S = 200, 0.05  # how often, and after which pause, a process tries to lock `claims`
+_LAST_TRIES = 20  # the same for a process that ends: engines wait only a few seconds for their workers
 _FILE_SYSTEM = "tmpfs"
 
 log = get_logger("host")
@@ -70,13 +71,18 @@ class Claim:
             may_still_write: whether copies of this process may still write to memory in this folder.
         """
         if not may_still_write:
-            with suppress(OSError, DiskError), open_folder(self.folder.path.parent) as kind, _choosing(kind):
-                owner = _read_owner(self.folder)
-                processes = [*owner.processes]
-                with suppress(ValueError):
-                    processes.remove(this_process())  # once, because each claim added it once
-                _write_owner(self.folder, msgspec.structs.replace(owner, processes=tuple(processes)))
+            with suppress(OSError, DiskError), open_folder(self.folder.path.parent) as kind:
+                self._leave(kind)
         self.folder.close()
+
+    def _leave(self, kind: OpenFolder) -> None:
+        """Remove this process from the owner's list, in which an ended process does no harm."""
+        with _choosing(kind, _LAST_TRIES):
+            owner = _read_owner(self.folder)
+            processes = [*owner.processes]
+            with suppress(ValueError):
+                processes.remove(this_process())  # once, because each claim added it once
+            _write_owner(self.folder, msgspec.structs.replace(owner, processes=tuple(processes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,21 +174,21 @@ def check_free(root: Path, needed: int) -> None:
 
 
 @contextmanager
-def _choosing(kind: OpenFolder) -> Iterator[None]:
+def _choosing(kind: OpenFolder, tries: int = _TRIES) -> Iterator[None]:
     """Let one process at a time choose a folder of this kind.
 
     Raises:
-        DiskError: another process has been choosing for ten seconds.
+        DiskError: another process has been choosing for too long, by default for ten seconds.
     """
     descriptor = kind.open(_CLAIMS, os.O_RDWR | os.O_CREAT)
     try:
-        for _ in range(_TRIES):
+        for _ in range(tries):
             with suppress(BlockingIOError):
                 lock(descriptor)
                 break
             time.sleep(_PAUSE_S)
         else:
-            raise DiskError(f"another process has locked {kind.path / _CLAIMS} for {_TRIES * _PAUSE_S:.0f} s")
+            raise DiskError(f"another process has locked {kind.path / _CLAIMS} for {tries * _PAUSE_S:.0f} s")
         yield
     finally:
         close_locked(descriptor)
@@ -247,11 +253,14 @@ def _read_owner(folder: OpenFolder) -> Owner:
 
 
 def describe(folder: OpenFolder, identity: KVIdentity) -> None:
-    """Write what the KV in a claimed folder depends on, for people."""
+    """Write what the KV in a claimed folder depends on, for people. If that fails, say so."""
     parts = {"fingerprint": identity.fingerprint, **identity.as_parts()}
-    with os.fdopen(folder.make_file(f"{_DESCRIPTION}.new"), "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(parts), indent=2))
-    folder.rename(f"{_DESCRIPTION}.new", _DESCRIPTION)
+    try:
+        with os.fdopen(folder.make_file(f"{_DESCRIPTION}.new"), "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(parts), indent=2))
+        folder.rename(f"{_DESCRIPTION}.new", _DESCRIPTION)
+    except OSError as error:
+        log.warning("host_memory_not_described", folder=str(folder.path), reason=str(error))
 
 
 def _write_owner(folder: OpenFolder, owner: Owner) -> None:
@@ -291,17 +300,34 @@ def list_kept(root: Path) -> list[Kept]:
     found = list[Kept]()
     with suppress(OSError):
         for path in root.iterdir():
-            if not _is_kind(path):
-                continue
-            with suppress(OSError, DiskError), open_folder(path) as kind, _choosing(kind):
-                found += [
-                    _kept(path / str(number)) for number in _numbers(kind) if _is_engine(path / str(number))
-                ]
+            if _is_kind(path):
+                with _saying_if_left_out(path):
+                    found += _kept_of(path)
     return sorted(found, key=lambda kept: kept.used_at)
 
 
+def _kept_of(kind_path: Path) -> list[Kept]:
+    found = list[Kept]()
+    with open_folder(kind_path) as kind, _choosing(kind):
+        for path in [kind_path / str(number) for number in _numbers(kind)]:
+            if _is_engine(path):
+                with _saying_if_left_out(path):
+                    found.append(_kept(path))
+    return found
+
+
+@contextmanager
+def _saying_if_left_out(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, DiskError) as error:
+        log.warning("host_memory_not_listed", folder=str(path), reason=str(error))
+
+
 def _is_kind(path: Path) -> bool:
-    return not path.is_symlink() and (path / _CLAIMS).is_file() and path.stat().st_uid == os.geteuid()
+    with suppress(PermissionError):
+        return not path.is_symlink() and (path / _CLAIMS).is_file() and path.stat().st_uid == os.geteuid()
+    return False
 
 
 def _is_engine(path: Path) -> bool:
@@ -322,9 +348,7 @@ def remove_kept(kept: Kept) -> bool:
     try:
         with open_root(kept.path.parent) as kind, _choosing(kind), open_folder(kept.path) as folder:
             folder.lock = _locked(folder, fcntl.LOCK_EX)
-            for name in os.listdir(folder.descriptor):
-                if _OURS.fullmatch(name):
-                    folder.unlink(name)
+            _unlink(folder, os.listdir(folder.descriptor))
             kept.path.rmdir()
     except (BlockingIOError, FileNotFoundError):
         return False
@@ -333,6 +357,16 @@ def remove_kept(kept: Kept) -> bool:
         return False
     log.info("host_memory_removed", folder=str(kept.path), bytes=kept.size)
     return True
+
+
+def remove_files(folder: OpenFolder) -> None:
+    """Remove what an engine keeps in its folder. Memory stays until no process maps it."""
+    _unlink(folder, {*os.listdir(folder.descriptor)} - {_LOCK, _OWNER})
+
+
+def _unlink(folder: OpenFolder, names: Iterable[str]) -> None:
+    for name in filter(_OURS.fullmatch, names):
+        folder.unlink(name)
 
 
 def make_room(place: HostPlace, is_needed: Callable[[], bool]) -> None:

@@ -134,14 +134,18 @@ class HostTable:
                 table.publish(slot, key, used_at)
             for slot in left.unsettled:
                 table.invalidate(slot)
-        table._write_header()
+        packed = _packed(table.header)
+        memory[: len(packed)] = packed
         folder.rename(_NEW, TABLE_NAME)
         return table
 
     def identify(self, fingerprint: str) -> None:
-        """Record the KV's fingerprint. Without one, no later process counts the table."""
+        """Record the KV's fingerprint. Without one, no later process counts the table. A closed table stays closed."""
         self.header = TableHeader(self.header.slots, self.header.files, fingerprint, self.header.generation)
-        self._write_header()
+        packed = _packed(self.header)
+        self._memory[len(_MAGIC) : len(packed)] = packed[
+            len(_MAGIC) :
+        ]  # another thread may close the table now
 
     def invalidate(self, slot: SlotId) -> None:
         """Record that copies may write a slot from now on, so that its bytes are of no block."""
@@ -175,10 +179,6 @@ class HostTable:
     def close(self) -> None:
         """Let no later process count the table."""
         self._memory[: len(_CLOSED)] = _CLOSED
-
-    def _write_header(self) -> None:
-        packed = _packed(self.header)
-        self._memory[: len(packed)] = packed
 
 
 def read_table(folder: OpenFolder, files: tuple[bytes, ...]) -> Left | None:
@@ -224,9 +224,9 @@ def read_table(folder: OpenFolder, files: tuple[bytes, ...]) -> Left | None:
     )
 
 
-def remove_table(folder: OpenFolder) -> None:
-    for name in (TABLE_NAME, _NEW):
-        folder.unlink(name)
+def table_bytes(slots: int, ranks: int) -> int:
+    """Return how many bytes a table takes."""
+    return _size(TableHeader(slots, (b"",) * ranks))
 
 
 def boot_id() -> str:

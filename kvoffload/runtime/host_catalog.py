@@ -34,9 +34,9 @@ from kvoffload.model.causes import Adoption, RemoteFault
 from kvoffload.model.errors import reason_of
 from kvoffload.model.ids import BlockKey, Rank, SlotId
 from kvoffload.model.wire import Put, SlotsFile, Tier, TransferReport
-from kvoffload.node.folder import Claim, HostPlace, bound_orphans, describe, list_kept
+from kvoffload.node.folder import Claim, HostPlace, bound_orphans, describe, list_kept, remove_files
 from kvoffload.node.processes import may_run
-from kvoffload.node.table import HostTable, Left, NotATable, TableHeader, read_table, remove_table
+from kvoffload.node.table import HostTable, Left, NotATable, TableHeader, read_table
 from kvoffload.runtime.portal import Portal
 
 _PART = 2048  # the maximum number of blocks, or of free slots, that one step passes to the core
@@ -227,6 +227,7 @@ class HostCatalog:
                 self.distrust()
                 if self.opening is not None:
                     self.not_adopted = Adoption.FAILED
+                    self._blocks, self.adopted = _Blocks.none(), 0
                 self._left = self.opening = None
                 self._add_reported()
 
@@ -308,8 +309,9 @@ class HostCatalog:
         """Begin this process's table, with the blocks of the process before or none."""
         assert self._claim is not None
         slots = min(each.wanted_slots for each in self._reports.values())
-        kept = min(file.slots for file in self._files.values())
-        self._unsettled = [slot for slot in unsettled if slot < kept]
+        kept, written = [pick(file.slots for file in self._files.values()) for pick in (min, max)]
+        # Old copies may write to any rank's file, also to one that is still used where another rank's is not.
+        self._unsettled = [slot for slot in unsettled if slot < written]
         self._blocks = _Blocks.none() if left is None else _Blocks.of(left, kept)
         self.adopted = len(self._blocks.slots)
         self._end = 1 + max([*self._unsettled, *self._blocks.slots.tolist()], default=-1)
@@ -375,7 +377,7 @@ class HostCatalog:
             return
         if not self._keeps:
             self.distrust()
-            remove_table(claim.folder)
+            remove_files(claim.folder)
         claim.close()
 
 

@@ -15,6 +15,7 @@ from kvoffload.model.errors import CopyError
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import SlotsFile, Tier, TierStatus, TransferPlan, TransferReport
 from kvoffload.node.folder import check_free, free_bytes, make_room
+from kvoffload.node.table import table_bytes
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.tier_kinds import Places, Worker, copies_of
 from kvoffload.transfer.arena import Arena, slots_in_chunk
@@ -169,7 +170,9 @@ class WorkerSide:
             return slots_for(bytes_per_rank, layout, ranks=ranks)
         claim = place.claim()
         try:
-            size = ranks * (bytes_per_rank // layout.slot_bytes) * layout.slot_bytes - claim.size
+            slots = bytes_per_rank // layout.slot_bytes
+            # While the scheduler's process writes its table, that of the process before is still there.
+            size = ranks * slots * layout.slot_bytes + 2 * table_bytes(slots, self._ranks) - claim.size
             if self._rank % self._local_ranks == 0:
                 make_room(place, lambda: not fits(size) or free_bytes(place.root) < size)
             slots = slots_for(bytes_per_rank, layout, ranks=ranks, kept=claim.size)

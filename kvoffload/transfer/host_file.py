@@ -170,7 +170,7 @@ def open_host_file(claim: Claim, shape: RankShape, slots: int) -> HostFile:
         kept = min(had, slots)
         if kept:
             _move_last_chunk(descriptor, shape, had, slots)
-        size = PAGE + -(-slots // shape.chunk_slots) * shape.pitch
+        size = _size(shape, slots)
         os.ftruncate(descriptor, size)
         end = os.lseek(descriptor, 0, os.SEEK_HOLE)
         memory = mmap.mmap(descriptor, size)
@@ -196,6 +196,10 @@ def _sums_name(rank: int) -> str:
     return f"sums{rank}"
 
 
+def _size(shape: RankShape, slots: int) -> int:
+    return PAGE + -(-slots // shape.chunk_slots) * shape.pitch
+
+
 def _header(shape: RankShape, slots: int, file_id: bytes) -> bytes:
     packed = _HEADER.pack(_MAGIC, _VERSION, shape.rank, shape.chunk_slots, slots, shape.digest, file_id)
     return (packed + _SUM.pack(xxh3_64_intdigest(packed))).ljust(PAGE, b"\0")
@@ -208,15 +212,21 @@ def _read_header(folder: OpenFolder, name: str, descriptor: int, shape: RankShap
         return b"", 0
     if len(data) == PAGE:
         *_, slots, _, file_id = _HEADER.unpack_from(data)
-        if data == _header(shape, slots, file_id):
+        is_whole = os.fstat(descriptor).st_size >= _size(shape, slots)
+        if is_whole and data == _header(shape, slots, file_id):
             return (file_id, slots) if file_id != _NO_ID else (b"", 0)
     path = str(folder.path / name)
-    log.warning("host_memory_replaced", file=path, reason="it is of other blocks, another verify, or damaged")
+    log.warning(
+        "host_memory_replaced", file=path, reason="it is of other blocks, another verify, damaged or cut"
+    )
     return b"", 0
 
 
 def _move_last_chunk(descriptor: int, shape: RankShape, had: int, wanted: int) -> None:
-    """Move the bytes of the last chunk that both processes have, if its number of slots changes."""
+    """Move the bytes of the last chunk that both processes have, if its number of slots changes.
+
+    They move to new pages, because the device of a killed process may still write where a slot was, where another is now.
+    """
     chunk = (min(had, wanted) - 1) // shape.chunk_slots
     before, after = [min(shape.chunk_slots, slots - chunk * shape.chunk_slots) for slots in (had, wanted)]
     if before == after:
@@ -228,6 +238,7 @@ def _move_last_chunk(descriptor: int, shape: RankShape, had: int, wanted: int) -
     for size, (source, _), (target, _) in zip(sizes, pairwise(sources), pairwise(targets), strict=True):
         length = min(before, after) * size
         moved[target : target + length] = data[source : source + length]
+    os.ftruncate(descriptor, start)
     os.pwrite(descriptor, moved, start)
 
 

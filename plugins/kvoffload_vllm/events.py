@@ -16,7 +16,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.model.ids import BlockKey, SlotId
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from kvoffload_vllm.pool_device import VllmDevice
 
 _ANNOUNCED = 1024  # how many adopted blocks are announced in one step, which takes a few milliseconds
+# One set for all blocks: of a million sets, each pass of the garbage collector would take 200 ms, in some hook.
+_ONLY = {tier: frozenset((tier,)) for tier in Tier}
 _TOKEN = "i"  # `array`'s code for a signed integer of four bytes
 
 
@@ -82,7 +84,7 @@ class BlockNotes:
     """
 
     def __init__(self, groups: VllmGroups, wire: Wire, is_held: Callable[[BlockKey], bool]) -> None:
-        self.awaited: dict[BlockKey, set[Tier]] = {}
+        self.awaited: dict[BlockKey, frozenset[Tier]] = {}
         self.late: list[BlockKey] = []
         self._wire = wire
         self._is_held = is_held
@@ -187,8 +189,9 @@ class TierEvents:
         self._is_removed = False
         self._kept = kept or {}
         self._is_adopting = is_adopting
-        # For each tier in `kept`: blocks that are not announced yet, and the same with parents first.
-        self._adopted: dict[Tier, list[tuple[SlotId, BlockKey]]] = {}
+        # For each tier in `kept`: blocks that are not announced yet, by depth, because sorting all of them would take too
+        # long in a hook; and the same with parents first.
+        self._adopted: dict[Tier, dict[int, list[tuple[SlotId, BlockKey]]]] = {}
         self._announcing: dict[Tier, Iterator[tuple[SlotId, BlockKey]]] = {}
 
     def note(self, request: Request, first: int, computed_tokens: int) -> int:
@@ -234,8 +237,7 @@ class TierEvents:
         """Yield the events of some adopted blocks that are still on the tier."""
         notes, adopted = self._kept[tier], self._adopted[tier]
         if tier not in self._announcing:
-            places = notes.by_depth([slot for slot, _ in adopted])
-            self._announcing[tier] = iter([adopted[place] for place in places])
+            self._announcing[tier] = chain.from_iterable([adopted[depth] for depth in sorted(adopted)])
         some = [*islice(self._announcing[tier], _ANNOUNCED)]
         for slot, key in some:
             kept = notes.read(slot, key, self._tokens[split_key(key)[1]])
@@ -276,10 +278,12 @@ class TierEvents:
 
     def _await(self, key: BlockKey, tier: Tier) -> None:
         """Record that a block has arrived without a note. The engine before may have left one."""
-        self.notes.awaited.setdefault(key, set()).add(tier)
+        awaited = self.notes.awaited
+        awaited[key] = awaited[key] | {tier} if key in awaited else _ONLY[tier]
         slot = self._indexes[tier].get(key)
         if tier in self._kept and tier not in self._announcing and slot is not None:
-            self._adopted.setdefault(tier, []).append((slot, key))
+            depth = self._kept[tier].depth(slot)
+            self._adopted.setdefault(tier, {}).setdefault(depth, []).append((slot, key))
 
     def _keep(self, tier: Tier, key: BlockKey, note: BlockNote) -> None:
         """Keep a block's note for the engine after this one, if events of the block need nothing more."""
@@ -290,12 +294,14 @@ class TierEvents:
 
     def _awaits_no_more(self, key: BlockKey, tier: Tier) -> bool:
         """Remove a block's entry for a tier from `awaited`. Return whether there was such an entry."""
-        tiers = self.notes.awaited.get(key, set())
-        was_left_out = tier in tiers
-        tiers.discard(tier)
-        if was_left_out and not tiers:
+        tiers = self.notes.awaited.get(key, ())
+        if tier not in tiers:
+            return False
+        if len(tiers) > 1:
+            self.notes.awaited[key] = frozenset(tiers) - {tier}
+        else:
             del self.notes.awaited[key]
-        return was_left_out
+        return True
 
     def _stored(self, tier: Tier, key: BlockKey, note: BlockNote) -> KVCacheEvent:
         block_hash, number = split_key(key)

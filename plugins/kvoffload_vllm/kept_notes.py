@@ -14,10 +14,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from kvoffload.disk.open_folder import OpenFolder
@@ -98,15 +96,10 @@ class KeptNotes:
         end = _RECORD.size + 4 * tokens
         return KeptNote(depth, parent[:length] if length else None, record[_RECORD.size : end])
 
-    def by_depth(self, slots: Sequence[SlotId]) -> list[int]:
-        """Return the positions in `slots`, parents before their children. Slots beyond the file are left out."""
-        count = max(len(self._memory) - PAGE, 0) // self._pitch
-        kind = np.dtype({"names": ["depth"], "formats": ["<u4"], "offsets": [8], "itemsize": self._pitch})
-        depths = np.frombuffer(self._memory, kind, count, PAGE)["depth"] if count else np.zeros(0, np.uint32)
-        known = np.array([place for place, slot in enumerate(slots) if slot < count], np.int64)
-        order = np.argsort(depths[np.array(slots, np.int64)[known]], kind="stable")
-        found: list[int] = known[order].tolist()
-        return found
+    def depth(self, slot: SlotId) -> int:
+        """Return how deep the block of a slot's note is in its prompt; any number if the slot has no note."""
+        start = PAGE + slot * self._pitch + 8
+        return int.from_bytes(self._memory[start : start + 4], "little")
 
     def announced(self) -> None:
         """Release what is only needed until all blocks of the engine before are announced."""

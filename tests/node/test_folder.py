@@ -27,6 +27,7 @@ from kvoffload.node.folder import (
     remove_kept,
 )
 from kvoffload.node.processes import Process, may_run, this_process
+from tests.captured_logs import capture_logs
 
 
 def place(root: Path, engine: str, kind: str = "kind") -> HostPlace:
@@ -113,6 +114,20 @@ def test_a_process_that_never_stops_choosing_is_an_error(
         assert number(place(shared_memory, "b").claim()) == 1
 
 
+def test_a_process_that_ends_waits_at_most_a_second_for_one_that_is_choosing(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("kvoffload.node.folder.time.sleep", pauses.append)
+    claim = place(shared_memory, "a").claim()
+    kind = OpenFolder(shared_memory / "kind", os.open(shared_memory / "kind", os.O_RDONLY))
+    with kind, folder._choosing(kind):
+        claim.close()
+    assert 0 < sum(pauses) <= 1.001
+    (kept,) = list_kept(shared_memory)
+    assert kept.is_orphan
+
+
 def orphans(root: Path, *sizes: int, kind: str = "kind") -> list[Path]:
     """Leave folders without an engine, each with this many bytes, the least recently begun first."""
     claims = [place(root, f"{kind} {engine}", kind).claim() for engine in range(len(sizes))]
@@ -188,6 +203,42 @@ def test_what_engines_have_not_made_is_neither_listed_nor_changed_nor_removed(sh
     assert look() == before
     assert [each.name for each in path.iterdir()] == ["a letter"]
     assert list_kept(shared_memory / "missing") == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+def test_a_folder_that_cannot_be_read_hides_no_other(shared_memory: Path) -> None:
+    shared_memory.chmod(0o777)
+    (shared_memory / "earlier").mkdir(mode=0o700)
+    try:
+        os.seteuid(65534)
+        (path,) = orphans(shared_memory, 5000)
+        os.seteuid(0)
+        (shared_memory / "later").mkdir(mode=0o700)
+        os.seteuid(65534)
+        assert [kept.path for kept in list_kept(shared_memory)] == [path]
+    finally:
+        os.seteuid(0)
+
+
+def test_a_refused_folder_hides_no_other_of_its_kind(shared_memory: Path) -> None:
+    first, second, third = orphans(shared_memory, 5000, 5000, 5000)
+    second.chmod(0o777)
+    with capture_logs() as logs:
+        assert [kept.path for kept in list_kept(shared_memory)] == [first, third]
+    assert [(line["event"], line["folder"]) for line in logs] == [("host_memory_not_listed", str(second))]
+
+
+def test_memory_whose_kind_another_process_has_locked_is_not_left_out_silently(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "_PAUSE_S", 0.0)
+    orphans(shared_memory, 5000)
+    kind = OpenFolder(shared_memory / "kind", os.open(shared_memory / "kind", os.O_RDONLY))
+    with kind, folder._choosing(kind), capture_logs() as logs:
+        assert list_kept(shared_memory) == []
+    (line,) = logs
+    assert line["event"] == "host_memory_not_listed"
+    assert "another process has locked" in line["reason"]
 
 
 def test_a_tmpfs_without_a_limit_has_room(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

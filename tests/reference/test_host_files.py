@@ -16,14 +16,16 @@ import pytest
 
 from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
+from kvoffload.model.causes import Adoption
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
 from kvoffload.model.ids import SlotId
-from kvoffload.node.table import HostTable
+from kvoffload.model.wire import Tier
+from kvoffload.node.table import HostTable, boot_id, table_bytes
 from kvoffload.runtime import host_catalog
 from kvoffload.transfer.arena import Arena
 from tests.captured_logs import capture_logs
-from tests.reference.rig import BLOCK, KINDS, Rig, rig, text
+from tests.reference.rig import BLOCK, KINDS, Rig, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
 NONE: Mapping[str, object] = {}
@@ -155,6 +157,24 @@ def test_r20_slots_under_copies_of_a_killed_engine_come_back_once_its_processes_
     made.assert_clean()
 
 
+def test_r20_slots_under_copies_of_a_killed_engine_stay_unused_although_another_ranks_file_is_missing(
+    start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = start(ranks=2)
+    made.hold()
+    made.submit(PROMPT)
+    for _ in range(5):
+        made.step()
+    left = killed(shared_memory)
+    made.release()
+    made.drain()
+    (path,) = left.glob("reference-*/0/rank0")
+    path.unlink()
+    monkeypatch.setattr(host_catalog, "may_run", lambda process: True)
+    pool = start(ranks=2, path=left).offload.state.pool
+    assert pool.count(SlotState.QUARANTINED)
+
+
 def reasons(start: StartEngine, **options: object) -> tuple[Rig, list[str]]:
     """Start the next engine; return it and why it adopted nothing."""
     with capture_logs() as logs:
@@ -206,6 +226,29 @@ def test_r20_a_reset_while_the_table_is_written_closes_it(
     assert "was reset" in reason
 
 
+def test_r20_a_reset_while_the_fingerprint_is_written_closes_the_table(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = [start(drains=False, starts_ready=False)]
+    real = HostTable.identify
+
+    def reset() -> str:
+        assert running[0].engine.reset_prefix_cache()
+        return boot_id()
+
+    def identify(self: HostTable, fingerprint: str) -> None:
+        monkeypatch.setattr("kvoffload.node.table.boot_id", reset)
+        real(self, fingerprint)
+        monkeypatch.undo()
+
+    monkeypatch.setattr(HostTable, "identify", identify)
+    running[0].pass_time()
+    running[0].drain()
+    running[0].run(PROMPT)
+    _, (reason,) = reasons(start)
+    assert "was reset" in reason
+
+
 def test_r20_nothing_is_found_after_the_core_was_in_doubt(start: StartEngine) -> None:
     made = start()
     made.run(PROMPT)
@@ -249,6 +292,17 @@ def test_r20_a_rank_that_was_opened_without_a_scheduler_has_no_table(
         pass
     made, (reason,) = reasons(start)
     assert "other files" in reason
+    assert loaded(made) == 0
+
+
+@pytest.mark.parametrize("size", [4096, -4096])
+def test_r20_in_a_cut_file_nothing_is_found(start: StartEngine, shared_memory: Path, size: int) -> None:
+    start(ranks=2).run(PROMPT)
+    start(path=shared_memory / "another")
+    (path,) = shared_memory.glob("reference-*/0/rank1")
+    os.truncate(path, size if size > 0 else path.stat().st_size + size)
+    made = start(ranks=2)
+    assert indexed(made) == {}
     assert loaded(made) == 0
 
 
@@ -311,6 +365,35 @@ def test_blocks_that_must_not_outlive_their_engine_are_not_found(
     assert indexed(start()) == found
 
 
+def test_a_block_that_is_stored_again_before_it_is_adopted_has_one_slot(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_catalog, "_PART", 4)
+    start().run(PROMPT)
+    made = start(starts_ready=False, drains=False)
+    made.submit(PROMPT)
+    made.portal.advance()
+    made.drain()
+    assert made.count("store_blocks", "stored") > 0
+    made.assert_clean()
+    assert len(indexed(made)) == len(PROMPT) // BLOCK
+
+
+def test_a_block_that_the_table_lists_twice_is_adopted_once(start: StartEngine) -> None:
+    """An engine that is killed while it adopts may have stored a block again that it had not adopted yet."""
+    made = start()
+    made.run(PROMPT)
+    catalog: Any = made.offload.catalogs[Tier.HOST]
+    for slot, key in indexed(made).items():
+        catalog._table.publish(slot + 100, key, 0.0)
+    made = start()
+    assert made.count("adopted_blocks") == len(PROMPT) // BLOCK
+    made.run(PROMPT)
+    made.assert_clean()
+    again: Any = start()
+    assert again.offload.catalogs[Tier.HOST].adopted == len(PROMPT) // BLOCK
+
+
 def test_the_least_recently_used_adopted_blocks_are_evicted_first(start: StartEngine) -> None:
     prompts = [text(seed, 5 * BLOCK) for seed in range(10, 14)]
     made = start(host_blocks=24)
@@ -345,8 +428,9 @@ def test_files_can_be_removed_at_the_end(start: StartEngine, shared_memory: Path
     made.run(PROMPT)
     (folder,) = shared_memory.glob("reference-*/0")
     assert {path.name for path in folder.iterdir()} > {"rank0", "table"}
+    (folder / "notes").write_bytes(b"tokens of prompts")
     start(path=shared_memory / "another")
-    assert {path.name for path in folder.iterdir()} <= {"lock", "owner.json", "identity.json"}
+    assert {path.name for path in folder.iterdir()} == {"lock", "owner.json"}
 
 
 def test_files_are_for_this_user_only(start: StartEngine, shared_memory: Path) -> None:
@@ -377,6 +461,43 @@ def test_the_adopted_blocks_and_their_hits_are_events(start: StartEngine) -> Non
         hit = loaded(made)
     assert events == [BlocksAdopted(blocks), AdoptedBlocksHit(len(PROMPT) // BLOCK - 1)]
     assert hit == 2 * (len(PROMPT) // BLOCK - 1)
+
+
+def test_a_tmpfs_with_room_for_the_slots_and_not_for_their_table_is_refused(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = 200 * slot_bytes("full")
+    monkeypatch.setattr("kvoffload.node.folder.free_bytes", lambda root: room)
+    with pytest.raises(ConfigError, match=r"host_path: the tmpfs of .* has .* left, and host_bytes needs"):
+        start()
+    room += 2 * table_bytes(200, 1)
+    start().run(PROMPT)
+
+
+def test_a_table_that_cannot_be_written_is_an_adoption_that_failed(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    start().run(PROMPT)
+    monkeypatch.setattr(HostTable, "create", fail)
+    made: Any = start()
+    assert made.offload.catalogs[Tier.HOST].adoption is Adoption.FAILED
+    assert made.offload.catalogs[Tier.HOST].adopted == made.count("adopted_blocks") == 0
+    assert loaded(made) == 0
+
+
+def test_a_description_that_cannot_be_written_costs_no_block(start: StartEngine, shared_memory: Path) -> None:
+    start().run(PROMPT)
+    start(path=shared_memory / "another")
+    (path,) = shared_memory.glob("reference-*/0/identity.json")
+    path.unlink()
+    (path / "folder").mkdir(parents=True)
+    with capture_logs() as logs:
+        assert loaded(start()) > 0
+    assert "host_memory_not_described" in {line["event"] for line in logs}
+    assert loaded(start()) > 0
 
 
 def test_a_tmpfs_that_fills_up_while_memory_grows_leaves_the_slots_that_are_ready(

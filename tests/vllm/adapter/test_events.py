@@ -319,6 +319,17 @@ def test_adopted_blocks_are_announced_after_the_last_one_parents_first(
 
 
 @pytest.mark.parametrize("tier", FINDS)
+def test_a_million_adopted_blocks_give_the_garbage_collector_no_million_sets(
+    shared_memory: Path, tier: Tier
+) -> None:
+    published, indexes, keys = tiers(kept_notes(tier, shared_memory), lambda _: True)
+    indexes[tier].add(keys, [*map(SlotId, range(len(keys)))])
+    assert list(published.take()) == []
+    assert len(published.notes.awaited) == len(keys) > 1
+    assert len({id(awaited) for awaited in published.notes.awaited.values()}) == 1
+
+
+@pytest.mark.parametrize("tier", FINDS)
 def test_an_adopted_block_that_leaves_before_it_is_announced_is_never_mentioned(
     shared_memory: Path, tier: Tier
 ) -> None:
