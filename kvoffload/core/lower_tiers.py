@@ -357,7 +357,7 @@ class LowerTiers:
     # -- what the store does to the host ------------------------------------------------------------------------
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
-        if self._stores.evictions.offers:
+        if self._stores.evictions.watches:
             self._stores.evicted(keys)
 
     def fetched(self, job: Fetch, keys: Sequence[BlockKey], slots: Sequence[SlotId]) -> None:

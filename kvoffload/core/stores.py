@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from operator import itemgetter
 
 from kvoffload.core.jobs import TABLE, Failure, Offer, Store, owner
 from kvoffload.core.machine import RequestState
-from kvoffload.core.request import Position, RequestRecord
+from kvoffload.core.request import Position, RequestRecord, Watch
 from kvoffload.core.state import CoreState
 from kvoffload.model.causes import CopyOutcome, MissCause, StoreOutcome
 from kvoffload.model.events import StatesCopied, StoreScheduled
@@ -37,36 +38,65 @@ class EvictionWatch:
     A request does not store a block that the host already has. If the host evicts the block while the request runs, the
     request offers the block again, but only once.
 
-    The only writer of `RequestRecord.watched` and `stored_again`.
+    Requests with the same prefix offer the same keys, so they share one `Watch`, which costs each of them one entry
+    instead of one per block. The only writer of `RequestRecord.watched` and `stored_again`.
     """
 
     def __init__(self) -> None:
-        self.offers: dict[BlockKey, dict[RequestRecord, Offer]] = {}
+        self.watches: dict[BlockKey, dict[Watch, int]] = {}
+        """For each watched key, the watches that contain the key, and its place in each of them."""
+        self._open: dict[tuple[BlockKey, ...], Watch] = {}
+        """The watches that further requests may join, by their keys."""
 
-    def add(self, record: RequestRecord, offer: Offer) -> None:
-        """Remember an offer in case the host evicts its key, unless the request has already offered the key again."""
-        if offer.key not in record.stored_again:
-            self.offers.setdefault(offer.key, {})[record] = offer
-            record.watched.add(offer.key)
+    def add(self, record: RequestRecord, offers: Sequence[Offer]) -> None:
+        """Remember a request's offers in case the host evicts their keys, except for keys already offered again."""
+        if record.stored_again:
+            offers = [offer for offer in offers if offer.key not in record.stored_again]
+        if not offers:
+            return
+        keys = tuple(map(_KEY, offers))
+        watch = self._open.get(keys)
+        if watch is None:
+            watch = self._open[keys] = Watch(keys)
+            for place, key in enumerate(keys):
+                self.watches.setdefault(key, {})[watch] = place
+        if record not in watch.offers:
+            record.watched.append(watch)
+        watch.offers[record] = offers
 
     def evicted(self, keys: Iterable[BlockKey]) -> list[Offer]:
         """Return the remembered offers of keys that the host has evicted, and forget them."""
         again: list[Offer] = []
         for key in keys:
-            for record, offer in self.offers.pop(key, {}).items():
-                record.watched.discard(key)
-                record.stored_again.add(key)
-                again.append(offer)
+            for watch, place in self.watches.pop(key, {}).items():
+                self._close(watch)
+                for record, offers in watch.offers.items():
+                    record.stored_again.add(key)
+                    again.append(offers[place])
         return again
 
     def forget(self, record: RequestRecord) -> None:
         """Forget the offers of a request that has lost its block table."""
-        for key in record.watched:
-            offers = self.offers[key]
-            del offers[record]
-            if not offers:
-                del self.offers[key]
+        for watch in record.watched:
+            del watch.offers[record]
+            if not watch.offers:
+                self._drop(watch)
         record.watched.clear()
+
+    def _drop(self, watch: Watch) -> None:
+        """Forget a watch that no request needs any more."""
+        self._close(watch)
+        for key in watch.keys:
+            watches = self.watches.get(key, {})
+            watches.pop(watch, None)
+            if not watches:
+                self.watches.pop(key, None)
+
+    def _close(self, watch: Watch) -> None:
+        """Let no further request join a watch, because it lacks a key, or because no request needs it."""
+        if watch.is_open:
+            watch.is_open = False
+            del self._open[watch.keys]
 
 
 class Stores:
@@ -125,11 +155,9 @@ class Stores:
 
     def arrived_otherwise(self, offers: Sequence[Offer]) -> None:
         """Settle offers whose keys another job has copied to the host."""
-        for offer in offers:
-            self._state.tally.count_stores(StoreOutcome.IN_FLIGHT)
-            if (record := owner(offer)) is not None:
-                self._state.retention.share(record)
-                self.evictions.add(record, offer)
+        if offers:
+            self._state.tally.count_stores(StoreOutcome.IN_FLIGHT, len(offers))
+            self._share(offers)
 
     def next_step(self) -> None:
         """Decide on the offers in `again`, then on as many offers that wait for room as there is room for."""
@@ -314,7 +342,7 @@ class Stores:
         self.in_flight.began(keys, job)
         if evicted:
             state.evicted(evicted)
-            if self.evictions.offers:
+            if self.evictions.watches:
                 self.evicted(evicted)
         state.leases.take(blocks)
         job.targets += blocks
@@ -417,15 +445,21 @@ class Stores:
         """
         state = self._state
         state.tally.count_stores(_ALREADY_CACHED, len(offers))
-        ownerless: list[SlotId] = []
-        for offer in reversed(offers):  # The head comes last, so that it is evicted last.
-            if (record := owner(offer)) is None:
-                ownerless.append(state.pool.index[offer.key])
+        # The head comes last, so that it is evicted last.
+        if ownerless := self._share(offers[::-1]):
+            state.pool.use([state.pool.index[offer.key] for offer in ownerless], {})
+
+    def _share(self, offers: Sequence[Offer]) -> list[Offer]:
+        """Watch for the eviction of blocks that other requests stored; return the offers that no request makes now."""
+        ownerless: list[Offer] = []
+        for _, of_table in groupby(offers, TABLE):
+            run = list(of_table)
+            if (record := owner(run[0])) is None:
+                ownerless += run
             else:
-                state.retention.share(record)
-                self.evictions.add(record, offer)
-        if ownerless:
-            state.pool.use(ownerless, {})
+                self._state.retention.share(record)
+                self.evictions.add(record, run)
+        return ownerless
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
         """Schedule the watched offers of blocks that the host evicted for the next step."""
