@@ -191,7 +191,7 @@ class LazyPlanner:
             if (slot := state.pool.index.get(key)) is not None:
                 # Mark the host's copy as used, because the engine will soon evict the block. Otherwise, storing the
                 # neighbouring blocks could evict this copy, and storing this block again could evict the neighbours.
-                room -= state.pool.use((slot,), {})
+                room -= state.pool.use((slot,))
             elif key not in self._stores.in_flight.keys:
                 offers.append(Offer(key, block))
         fitting, no_slot = offers[:room], offers[room:]

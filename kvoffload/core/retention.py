@@ -12,8 +12,7 @@ push out other states.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby, islice
 from operator import itemgetter
 
@@ -120,24 +119,25 @@ class Retention:
 
     def used(self, record: RequestRecord, tokens: int) -> None:
         """Mark the blocks of the first `tokens` tokens as used, so that they are evicted after deeper blocks."""
-        self._pool.use(self._slots_deepest_first(record, tokens), {})
+        self._pool.use(self._slots_deepest_first(record, tokens))
 
     def _release_and_use(self, record: RequestRecord) -> None:
         """Release the request's held slots and mark its other slots as used, deepest first.
 
         The head of the prefix, which other requests may share, becomes the most recently used.
         """
-        held = Counter(record.held)
+        held = record.held
         used = self._slots_deepest_first(record, record.confirmed_tokens, held)
         if held:
-            reached = set(used)
             # `used` lacks held slots that were invalidated or are deeper than this incarnation has reached.
-            beyond = [slot for slot in reversed(held) if slot not in reached]
-            self._pool.release([slot for slot in beyond for _ in range(held.pop(slot))])
+            beyond = set(held).difference(used)
+            if beyond:
+                self._pool.release([slot for slot in reversed(held) if slot in beyond])
+                held = [slot for slot in held if slot not in beyond]
         self._pool.use(used, held)
 
     def _slots_deepest_first(
-        self, record: RequestRecord, tokens: int, held: Container[SlotId | None] = ()
+        self, record: RequestRecord, tokens: int, held: Collection[SlotId | None] = ()
     ) -> list[SlotId]:
         """Return the slots of the whole blocks in a request's first `tokens` tokens, the deepest first.
 
@@ -150,7 +150,7 @@ class Retention:
         return [slot for key in keys if (slot := parts[key[0]].get(key)) is not None]
 
     def _keys(
-        self, record: RequestRecord, tokens: int, held: Container[SlotId | None] = (), state: int = 0
+        self, record: RequestRecord, tokens: int, held: Collection[SlotId | None] = (), state: int = 0
     ) -> Sequence[BlockKey]:
         """Return the keys of the whole blocks in a request's first `tokens` tokens, heads first.
 
@@ -169,7 +169,7 @@ class Retention:
         return [key for _, key in numbered]
 
     def _states(
-        self, numbered: Iterable[tuple[int, BlockKey]], held: Container[SlotId | None], last: int
+        self, numbered: Iterable[tuple[int, BlockKey]], held: Collection[SlotId | None], last: int
     ) -> Iterable[tuple[int, BlockKey]]:
-        index = self._pool.index
+        index, held = self._pool.index, frozenset(held)
         return [one for one in numbered if one[0] == last or index.get(one[1]) in held]

@@ -447,7 +447,7 @@ class Stores:
         state.tally.count_stores(_ALREADY_CACHED, len(offers))
         # The head comes last, so that it is evicted last.
         if ownerless := self._share(offers[::-1]):
-            state.pool.use([state.pool.index[offer.key] for offer in ownerless], {})
+            state.pool.use([state.pool.index[offer.key] for offer in ownerless])
 
     def _share(self, offers: Sequence[Offer]) -> list[Offer]:
         """Watch for the eviction of blocks that other requests stored; return the offers that no request makes now."""
