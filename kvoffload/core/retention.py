@@ -13,7 +13,7 @@ push out other states.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import itemgetter
 
 from kvoffload.core.jobs import TABLE, Store
@@ -21,7 +21,8 @@ from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.slots import SlotPool
 from kvoffload.core.tiers import LowerTier
-from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, SlotId
 
 _FINISHING = RequestState.FINISHING
@@ -34,10 +35,11 @@ class Retention:
     and `shares`.
     """
 
-    def __init__(self, pool: SlotPool, groups: tuple[GroupSpec, ...], tiers: tuple[LowerTier, ...]) -> None:
+    def __init__(self, pool: SlotPool, shape: EngineShape, tiers: tuple[LowerTier, ...]) -> None:
         self._pool = pool
         self._tiers = tiers
-        self._groups = groups
+        self._groups = shape.groups
+        self._block_tokens = shape.block_tokens
 
     def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
         """Hold the slots of a load, heads first.
@@ -156,8 +158,11 @@ class Retention:
 
         A recurrent state is included only if its slot is in `held`, or if it is the state after `state` tokens.
         """
-        if len(record.keys) == 1 and self._groups[0].kind is not AttentionKind.RECURRENT:
-            return record.keys[0][: tokens // self._groups[0].block_tokens]
+        if self._block_tokens:
+            count = tokens // self._block_tokens
+            if len(record.keys) == 1:
+                return record.keys[0][:count]
+            return list(chain.from_iterable(zip(*[keys[:count] for keys in record.keys], strict=False)))
         numbered = list[tuple[int, BlockKey]]()
         for group, of_group in zip(self._groups, record.keys, strict=True):
             size = group.block_tokens

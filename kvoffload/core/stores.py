@@ -23,7 +23,7 @@ from kvoffload.core.state import CoreState
 from kvoffload.model.causes import CopyOutcome, MissCause, StoreOutcome
 from kvoffload.model.events import StatesCopied, StoreScheduled
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, Rank, SlotId
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, Rank
 from kvoffload.model.wire import Direction, JobReport
 
 _STORED, _ALREADY_CACHED = StoreOutcome.STORED, StoreOutcome.ALREADY_CACHED
