@@ -89,8 +89,9 @@ class BlockTables:
         recycling = [(group, row) for group, row in enumerate(table) if self._recycles[group]]
         if not self.shared:  # Each of the record's blocks has a single table entry.
             entries = self.entries
-            for block in [block for _, row in recycling for block in row if block != NULL_BLOCK]:
-                entries.pop(block, None)
+            for _, row in recycling:
+                for block in row:
+                    entries.pop(block, None)
             return
         for group, row in recycling:
             for position, block in enumerate(row):
