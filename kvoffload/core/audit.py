@@ -83,5 +83,5 @@ def _totals_of_requests(state: CoreState, stores: Stores) -> list[Total]:
         ("offers without an outcome", state.tally.open_offers, len(stores.again)),
         ("slots that others wait for", len(state.requests.loading), 0),
         ("device blocks reserved for requests with loads", state.requests.reserved, 0),
-        ("keys watched for eviction", len(stores.evictions.offers), 0),
+        ("keys watched for eviction", len(stores.evictions.watches), 0),
     ]

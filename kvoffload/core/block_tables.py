@@ -27,6 +27,7 @@ class BlockTables:
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
         self._recycles = [group.recycles_blocks for group in groups]
+        self._some_recycle = any(self._recycles)
         self._recurrent = [group.kind is AttentionKind.RECURRENT for group in groups]
         self.entries: dict[DeviceBlockId, TableEntry] = {}
         """Maps each block of a block-recycling group to the table entry that names it, if exactly one entry does."""
@@ -48,7 +49,7 @@ class BlockTables:
         """Set a request's table to the blocks that the engine allocated. Call `reallocated` first."""
         if record.table is not None and (self.entries or self.shared):
             self.forget(record)
-        if not any(self._recycles):
+        if not self._some_recycle:
             record.table = list(map(list, tables))
             return
         record.table = [[] for _ in tables]
@@ -57,6 +58,10 @@ class BlockTables:
     def extended(self, record: RequestRecord, new_blocks: Sequence[Sequence[DeviceBlockId]]) -> None:
         """Append the blocks that the engine added to a request's table. Call `reallocated` first."""
         assert record.table is not None, record
+        if not self._some_recycle:
+            for row, more in zip(record.table, new_blocks, strict=False):
+                row += more
+            return
         named = dict[DeviceBlockId, TableEntry]()
         for group, (row, more) in enumerate(zip(record.table, new_blocks, strict=False)):
             if self._recycles[group] and not self._recurrent[group]:
@@ -84,8 +89,9 @@ class BlockTables:
         recycling = [(group, row) for group, row in enumerate(table) if self._recycles[group]]
         if not self.shared:  # Each of the record's blocks has a single table entry.
             entries = self.entries
-            for block in [block for _, row in recycling for block in row if block != NULL_BLOCK]:
-                entries.pop(block, None)
+            for _, row in recycling:
+                for block in row:
+                    entries.pop(block, None)
             return
         for group, row in recycling:
             for position, block in enumerate(row):

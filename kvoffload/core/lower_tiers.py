@@ -314,7 +314,7 @@ class LowerTiers:
         blocks = [block for block in found.blocks if block[0] not in on_way]
         if not blocks:
             return
-        state.pool.use(found.host_slots[::-1], {})
+        state.pool.use(found.host_slots[::-1])
         most = most_fetched(state.pool)
         if record.fetched_blocks:
             most = max(most // 2, 1)
@@ -357,7 +357,7 @@ class LowerTiers:
     # -- what the store does to the host ------------------------------------------------------------------------
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
-        if self._stores.evictions.offers:
+        if self._stores.evictions.watches:
             self._stores.evicted(keys)
 
     def fetched(self, job: Fetch, keys: Sequence[BlockKey], slots: Sequence[SlotId]) -> None:

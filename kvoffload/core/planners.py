@@ -19,10 +19,9 @@ from kvoffload.core.stores import MISS_CAUSES, Stores
 from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.facts import StepScheduled
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
+from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, GroupId
 
 _RUNNING = RequestState.RUNNING
-_RECURRENT = AttentionKind.RECURRENT
 _POSITION: Callable[[Offer], int] = itemgetter(5)
 _offer = from_fields(Offer)
 
@@ -191,7 +190,7 @@ class LazyPlanner:
             if (slot := state.pool.index.get(key)) is not None:
                 # Mark the host's copy as used, because the engine will soon evict the block. Otherwise, storing the
                 # neighbouring blocks could evict this copy, and storing this block again could evict the neighbours.
-                room -= state.pool.use((slot,), {})
+                room -= state.pool.use((slot,))
             elif key not in self._stores.in_flight.keys:
                 offers.append(Offer(key, block))
         fitting, no_slot = offers[:room], offers[room:]
@@ -240,29 +239,44 @@ def _confirmed(state: CoreState, record: RequestRecord, stores: Stores) -> list[
     if shape.block_tokens and confirmed_tokens < (min(offered) + 1) * shape.block_tokens:
         return offers
     assert record.table is not None, record
-    owner = repeat(record), repeat(record.incarnation)
-    for group in shape.groups:
-        number, size = group.group, group.block_tokens
-        first = offered[number]
-        if confirmed_tokens < (first + 1) * size or group.kind is _RECURRENT:
-            continue
-        blocks, keys = record.table[number], record.keys[number]
+    incarnation = record.incarnation
+    for number, size in state.offered_groups:
+        first, blocks, keys = offered[number], record.table[number], record.keys[number]
         end = min(confirmed_tokens // size, len(blocks), len(keys))
         if end <= first:
             continue
         offered[number] = end
-        if first * size < record.loaded_tokens and first < (loaded := min(record.loaded_tokens // size, end)):
-            found = min(record.found_tokens // size, end)
-            fields = zip(keys[first:found], blocks[first:found], *owner, repeat(number), count(first))
-            # In a window group, the blocks before the window of the device's own hit are null blocks.
-            offers += [_offer(each) for each in fields if each[1] != NULL_BLOCK]
-            first = loaded
-        offers += map(_offer, zip(keys[first:end], blocks[first:end], *owner, repeat(number), count(first)))
+        if first * size < record.loaded_tokens:
+            hit, first = _of_hit(record, number, first, end, size)
+            offers += hit
+        if end - first == 1:  # a fast path for decoding requests
+            offers += (_offer((keys[first], blocks[first], record, incarnation, number, first)),)
+        else:
+            places = repeat(record), repeat(incarnation), repeat(number), count(first)
+            offers += map(_offer, zip(keys[first:end], blocks[first:end], *places, strict=False))
     if offers and len(shape.groups) > 1:
         _sort_by_depth(offers, state)
     if offers and record.limits.store_tokens is not None:
         return stores.within(record.limits.store_tokens, offers)
     return offers
+
+
+def _of_hit(
+    record: RequestRecord, group: GroupId, first: int, end: int, size: int
+) -> tuple[Sequence[Offer], int]:
+    """Return offers of the device's own hit, without null blocks, and the position of the first block after a load.
+
+    If no block must be left out, return no offers and `first`, so that the caller offers all blocks alike.
+    """
+    assert record.table is not None, record
+    loaded, found = min(record.loaded_tokens // size, end), min(record.found_tokens // size, end)
+    blocks = record.table[group][first:found]
+    # In a window group, the blocks before the window of the device's own hit are null blocks.
+    if found == loaded and NULL_BLOCK not in blocks:
+        return (), first
+    places = repeat(record), repeat(record.incarnation), repeat(group), count(first)
+    fields = zip(record.keys[group][first:found], blocks, *places, strict=False)
+    return [_offer(each) for each in fields if each[1] != NULL_BLOCK], loaded
 
 
 def _handed_off(state: CoreState, record: RequestRecord) -> Iterator[Offer]:

@@ -50,6 +50,20 @@ class PendingHit(NamedTuple):
     fills: int = 0  #: the host's `SlotPool.fills` at the search
 
 
+class Watch(Struct, eq=False):
+    """Keys that the host had when requests offered them, and the offers to repeat if the host evicts one of the keys.
+
+    Args:
+        keys: the keys, in the order of each request's offers.
+        offers: for each request that offered exactly these keys, its offers. `EvictionWatch` writes it.
+        is_open: True if further requests may join. False once the host has evicted one of the keys.
+    """
+
+    keys: tuple[BlockKey, ...]
+    offers: dict[RequestRecord, Sequence[Any]] = {}
+    is_open: bool = True
+
+
 class RequestRecord(Struct, eq=False):
     """The core's data about one request. Jobs and offers refer to a record and its incarnation.
 
@@ -77,8 +91,8 @@ class RequestRecord(Struct, eq=False):
         held_to: the first token of the last block that a store added to `held`.
         shares: True if `held` lacks some blocks that the request used, because another request stored them, or if
             `held` lists a tail before its head. `Retention` writes it.
-        watched: keys that the request offered when the host already had them. If the host evicts such a key, the
-            request offers it again.
+        watched: the keys that the request offered when the host already had them. If the host evicts such a key, the
+            request offers it again. `EvictionWatch` writes it.
         stored_again: keys that the request has offered again after an eviction. No key is offered a third time.
         jobs: the number of open jobs that copy the request's blocks. `Requests` writes it.
         has_timed_out: True if one of the request's jobs timed out. Such a job may never end.
@@ -117,7 +131,7 @@ class RequestRecord(Struct, eq=False):
     held: list[SlotId] = []
     held_to: int = 0
     shares: bool = False
-    watched: set[BlockKey] = set()
+    watched: list[Watch] = []
     stored_again: set[BlockKey] = set()
     jobs: int = 0
     has_timed_out: bool = False

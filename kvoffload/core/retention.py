@@ -12,9 +12,8 @@ push out other states.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Container, Iterable, Sequence
-from itertools import groupby, islice
+from collections.abc import Collection, Iterable, Sequence
+from itertools import chain, groupby, islice
 from operator import itemgetter
 
 from kvoffload.core.jobs import TABLE, Store
@@ -22,7 +21,8 @@ from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.slots import SlotPool
 from kvoffload.core.tiers import LowerTier
-from kvoffload.model.groups import AttentionKind, GroupSpec
+from kvoffload.model.engine import EngineShape
+from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, SlotId
 
 _FINISHING = RequestState.FINISHING
@@ -35,10 +35,11 @@ class Retention:
     and `shares`.
     """
 
-    def __init__(self, pool: SlotPool, groups: tuple[GroupSpec, ...], tiers: tuple[LowerTier, ...]) -> None:
+    def __init__(self, pool: SlotPool, shape: EngineShape, tiers: tuple[LowerTier, ...]) -> None:
         self._pool = pool
         self._tiers = tiers
-        self._groups = groups
+        self._groups = shape.groups
+        self._block_tokens = shape.block_tokens
 
     def add(self, record: RequestRecord, slots: Sequence[SlotId]) -> None:
         """Hold the slots of a load, heads first.
@@ -120,24 +121,25 @@ class Retention:
 
     def used(self, record: RequestRecord, tokens: int) -> None:
         """Mark the blocks of the first `tokens` tokens as used, so that they are evicted after deeper blocks."""
-        self._pool.use(self._slots_deepest_first(record, tokens), {})
+        self._pool.use(self._slots_deepest_first(record, tokens))
 
     def _release_and_use(self, record: RequestRecord) -> None:
         """Release the request's held slots and mark its other slots as used, deepest first.
 
         The head of the prefix, which other requests may share, becomes the most recently used.
         """
-        held = Counter(record.held)
+        held = record.held
         used = self._slots_deepest_first(record, record.confirmed_tokens, held)
         if held:
-            reached = set(used)
             # `used` lacks held slots that were invalidated or are deeper than this incarnation has reached.
-            beyond = [slot for slot in reversed(held) if slot not in reached]
-            self._pool.release([slot for slot in beyond for _ in range(held.pop(slot))])
+            beyond = set(held).difference(used)
+            if beyond:
+                self._pool.release([slot for slot in reversed(held) if slot in beyond])
+                held = [slot for slot in held if slot not in beyond]
         self._pool.use(used, held)
 
     def _slots_deepest_first(
-        self, record: RequestRecord, tokens: int, held: Container[SlotId | None] = ()
+        self, record: RequestRecord, tokens: int, held: Collection[SlotId | None] = ()
     ) -> list[SlotId]:
         """Return the slots of the whole blocks in a request's first `tokens` tokens, the deepest first.
 
@@ -150,14 +152,17 @@ class Retention:
         return [slot for key in keys if (slot := parts[key[0]].get(key)) is not None]
 
     def _keys(
-        self, record: RequestRecord, tokens: int, held: Container[SlotId | None] = (), state: int = 0
+        self, record: RequestRecord, tokens: int, held: Collection[SlotId | None] = (), state: int = 0
     ) -> Sequence[BlockKey]:
         """Return the keys of the whole blocks in a request's first `tokens` tokens, heads first.
 
         A recurrent state is included only if its slot is in `held`, or if it is the state after `state` tokens.
         """
-        if len(record.keys) == 1 and self._groups[0].kind is not AttentionKind.RECURRENT:
-            return record.keys[0][: tokens // self._groups[0].block_tokens]
+        if self._block_tokens:
+            count = tokens // self._block_tokens
+            if len(record.keys) == 1:
+                return record.keys[0][:count]
+            return list(chain.from_iterable(zip(*[keys[:count] for keys in record.keys], strict=False)))
         numbered = list[tuple[int, BlockKey]]()
         for group, of_group in zip(self._groups, record.keys, strict=True):
             size = group.block_tokens
@@ -169,7 +174,7 @@ class Retention:
         return [key for _, key in numbered]
 
     def _states(
-        self, numbered: Iterable[tuple[int, BlockKey]], held: Container[SlotId | None], last: int
+        self, numbered: Iterable[tuple[int, BlockKey]], held: Collection[SlotId | None], last: int
     ) -> Iterable[tuple[int, BlockKey]]:
-        index = self._pool.index
+        index, held = self._pool.index, frozenset(held)
         return [one for one in numbered if one[0] == last or index.get(one[1]) in held]

@@ -262,31 +262,23 @@ class SlotPool:
         """Undo one `hold` of each slot. The slots are listed deepest first, so the first of them is evicted first."""
         self.order.add(self._ready(uncount(self.holds, slots)), Came.RELEASED, self.now)
 
-    def use(self, slots: Sequence[SlotId], held: Mapping[SlotId, int]) -> int:
-        """Mark slots as used, the last slot most recently, and undo `held[slot]` holds of each slot.
+    def use(self, slots: Sequence[SlotId], held: Sequence[SlotId] = ()) -> int:
+        """Mark slots as used, the last slot most recently, and undo one `hold` of each slot in `held`.
 
-        If a slot is listed twice, the last position counts.
+        If a slot is listed twice in `slots`, the last position counts.
 
         Returns:
             How many of the slots can be evicted afterwards.
         """
-        holds, states, order = self.holds, self._states, self.order
-        moved, last = list[SlotId](), list[SlotId]()
-        for slot in reversed(dict.fromkeys(reversed(slots))):
-            had = holds.get(slot, 0)
-            left = had - held.get(slot, 0)
-            if had:
-                del holds[slot]
-            if left:
-                holds[slot] = left
-            elif states[slot] == _READY:
-                last.append(slot)
-                if not had:
-                    moved.append(slot)
-        if last:
-            order.remove(moved)
-            order.add(last, _USED, self.now)
-        return len(last)
+        once = dict.fromkeys(slots[::-1])
+        ready = self._ready(slots if len(once) == len(slots) else [*reversed(once)])
+        unheld = self._not_held(ready)
+        self.order.remove(unheld)
+        if held:
+            uncount(self.holds, held)
+            unheld = self._not_held(ready)
+        self.order.add(unheld, _USED, self.now)
+        return len(unheld)
 
     def invalidate(self, slot: SlotId) -> bool:
         """Remove a slot from the index; return whether lookups could find the slot before.

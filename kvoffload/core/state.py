@@ -13,6 +13,7 @@ from kvoffload.core.request import Requests
 from kvoffload.core.retention import Retention
 from kvoffload.core.tiers import LowerTier
 from kvoffload.model.engine import BlockPool, EngineShape
+from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import DeviceBlockId, RequestId
 
 
@@ -61,9 +62,14 @@ class CoreState(HostState):
         self.device = device
         self.none_offered = (0,) * len(shape.groups)
         """The value of `RequestRecord.offered` for a new block table."""
+        recurrent = AttentionKind.RECURRENT
+        self.offered_groups = [
+            (group.group, group.block_tokens) for group in shape.groups if group.kind is not recurrent
+        ]
+        """The number of each group whose blocks a planner offers once their tokens are confirmed, and a block's tokens."""
         self.requests = Requests()
         self.leases = Leases(device)
-        self.retention = Retention(self.pool, shape.groups, self.tiers)
+        self.retention = Retention(self.pool, shape, self.tiers)
         self.tables = BlockTables(shape.groups)
         self.results = LoadResults()
         self.steps = 0

@@ -12,9 +12,11 @@ in `again` for the next step, or in an open job.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from operator import itemgetter
 
+from kvoffload.core.eviction_watch import EvictionWatch
 from kvoffload.core.jobs import TABLE, Failure, Offer, Store, owner
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import Position, RequestRecord
@@ -22,51 +24,13 @@ from kvoffload.core.state import CoreState
 from kvoffload.model.causes import CopyOutcome, MissCause, StoreOutcome
 from kvoffload.model.events import StatesCopied, StoreScheduled
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, Rank, SlotId
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId, Rank
 from kvoffload.model.wire import Direction, JobReport
 
 _STORED, _ALREADY_CACHED = StoreOutcome.STORED, StoreOutcome.ALREADY_CACHED
 _FINISHING = RequestState.FINISHING
 _KEY: Callable[[Offer], BlockKey] = itemgetter(0)
 _BLOCK: Callable[[Offer], DeviceBlockId] = itemgetter(1)
-
-
-class EvictionWatch:
-    """Makes running requests offer a block again after the host has evicted it (R8).
-
-    A request does not store a block that the host already has. If the host evicts the block while the request runs, the
-    request offers the block again, but only once.
-
-    The only writer of `RequestRecord.watched` and `stored_again`.
-    """
-
-    def __init__(self) -> None:
-        self.offers: dict[BlockKey, dict[RequestRecord, Offer]] = {}
-
-    def add(self, record: RequestRecord, offer: Offer) -> None:
-        """Remember an offer in case the host evicts its key, unless the request has already offered the key again."""
-        if offer.key not in record.stored_again:
-            self.offers.setdefault(offer.key, {})[record] = offer
-            record.watched.add(offer.key)
-
-    def evicted(self, keys: Iterable[BlockKey]) -> list[Offer]:
-        """Return the remembered offers of keys that the host has evicted, and forget them."""
-        again: list[Offer] = []
-        for key in keys:
-            for record, offer in self.offers.pop(key, {}).items():
-                record.watched.discard(key)
-                record.stored_again.add(key)
-                again.append(offer)
-        return again
-
-    def forget(self, record: RequestRecord) -> None:
-        """Forget the offers of a request that has lost its block table."""
-        for key in record.watched:
-            offers = self.offers[key]
-            del offers[record]
-            if not offers:
-                del self.offers[key]
-        record.watched.clear()
 
 
 class Stores:
@@ -125,11 +89,9 @@ class Stores:
 
     def arrived_otherwise(self, offers: Sequence[Offer]) -> None:
         """Settle offers whose keys another job has copied to the host."""
-        for offer in offers:
-            self._state.tally.count_stores(StoreOutcome.IN_FLIGHT)
-            if (record := owner(offer)) is not None:
-                self._state.retention.share(record)
-                self.evictions.add(record, offer)
+        if offers:
+            self._state.tally.count_stores(StoreOutcome.IN_FLIGHT, len(offers))
+            self._share(offers)
 
     def next_step(self) -> None:
         """Decide on the offers in `again`, then on as many offers that wait for room as there is room for."""
@@ -314,7 +276,7 @@ class Stores:
         self.in_flight.began(keys, job)
         if evicted:
             state.evicted(evicted)
-            if self.evictions.offers:
+            if self.evictions.watches:
                 self.evicted(evicted)
         state.leases.take(blocks)
         job.targets += blocks
@@ -417,15 +379,21 @@ class Stores:
         """
         state = self._state
         state.tally.count_stores(_ALREADY_CACHED, len(offers))
-        ownerless: list[SlotId] = []
-        for offer in reversed(offers):  # The head comes last, so that it is evicted last.
-            if (record := owner(offer)) is None:
-                ownerless.append(state.pool.index[offer.key])
+        # The head comes last, so that it is evicted last.
+        if ownerless := self._share(offers[::-1]):
+            state.pool.use([state.pool.index[offer.key] for offer in ownerless])
+
+    def _share(self, offers: Sequence[Offer]) -> list[Offer]:
+        """Watch for the eviction of blocks that other requests stored; return the offers that no request makes now."""
+        ownerless: list[Offer] = []
+        for _, of_table in groupby(offers, TABLE):
+            run = list(of_table)
+            if (record := owner(run[0])) is None:
+                ownerless += run
             else:
-                state.retention.share(record)
-                self.evictions.add(record, offer)
-        if ownerless:
-            state.pool.use(ownerless, {})
+                self._state.retention.share(record)
+                self.evictions.add(record, run)
+        return ownerless
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
         """Schedule the watched offers of blocks that the host evicted for the next step."""

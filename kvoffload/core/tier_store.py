@@ -438,7 +438,7 @@ class TierStore:
             if tier.tier.has_slots:
                 index = tier.pool.index
                 slots = [index[key] for key in dict.fromkeys(keys) if key in index]
-                tier.pool.use(slots, {})
+                tier.pool.use(slots)
                 tier.read(slots)
 
     # -- facts --------------------------------------------------------------------------------------------------

@@ -163,8 +163,15 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
     owners = {(slot, record): True for slot, records in state.requests.loading.items() for record in records}
     loading = {(slot, record): True for record in live for slot in record.loading}
     yield "slots that others wait for", owners, loading
-    watches = {(key, record): True for key, offers in stores.evictions.offers.items() for record in offers}
-    watched = {(key, record): True for record in live for key in record.watched}
+    kept = stores.evictions.watches.items()
+    watches = {(key, record): True for key, each in kept for watch in each for record in watch.offers}
+    watched = {
+        (key, record): True
+        for record in live
+        for watch in record.watched
+        for key in watch.keys
+        if key not in record.stored_again
+    }
     yield "keys watched for eviction", watches, watched
     for tier in state.tiers:
         name, jobs = tier.tier.value, [job for job in opened if job.tier is tier.tier]

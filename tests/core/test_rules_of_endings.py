@@ -181,9 +181,9 @@ def test_r10_blocks_watched_before_a_reset_are_not_offered_again() -> None:
     world = World(host=3)
     world.serve("first", TEXT)
     world.computed("watches", TEXT)
-    assert len(world.core.stores.evictions.offers) == 3
+    assert len(world.core.stores.evictions.watches) == 3
     world.reset()
-    assert not world.core.stores.evictions.offers
+    assert not world.core.stores.evictions.watches
     world.device.forget_keys()
     world.serve("second", TEXT)
     offered = world.offered()

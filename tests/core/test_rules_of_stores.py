@@ -575,6 +575,34 @@ def test_r8_a_request_that_offers_an_evicted_block_again_stores_it_only_once() -
     assert world.stores()[StoreOutcome.STORED] == stores[StoreOutcome.STORED]
 
 
+def test_r8_a_block_is_stored_again_beside_a_request_that_has_already_done_so() -> None:
+    world = World(host=2)
+    world.serve("first", "abcdefghi")
+    early, _ = world.computed("early", "abcdefghi"), world.computed("stays", "abcdefghi")
+    evict(world, "b", "012345678")
+    world.step(early)
+    world.finish()
+    world.end(early)
+    late = world.computed("late", "abcdefghi")
+    evict(world, "c", "987654321")
+    assert world.on_host("abcdefgh") == ".."
+    world.step(late)
+    world.finish()
+    assert world.on_host("abcdefgh") == "xx"
+
+
+def test_r8_requests_with_one_prefix_share_its_watch_until_the_last_of_them_ends() -> None:
+    world = World(host=3)
+    world.serve("first", TEXT)
+    requests = [world.computed(name, TEXT) for name in "abc"]
+    watches = world.core.stores.evictions.watches
+    assert [len(each) for each in watches.values()] == [1, 1, 1]
+    for request in requests:
+        assert len(watches) == 3
+        world.end(request)
+    assert watches == {}
+
+
 @pytest.mark.parametrize("how", ["stored", "hit"])
 def test_r8_a_block_is_not_stored_over_a_slot_that_a_running_request_stored_or_hit(how: str) -> None:
     world = World(host=2) if how == "stored" else cached(host=2, text="abcdefghi")

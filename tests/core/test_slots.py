@@ -78,7 +78,7 @@ def test_a_pool_tells_its_order_why_and_when_each_slot_joins() -> None:
     pool.now = 3.0
     pool.hold([slot])
     pool.release([slot])
-    pool.use([slot], {})
+    pool.use([slot])
     assert order.noted == [
         (Came.FILLED, 1.0),
         (Came.USED, 2.0),

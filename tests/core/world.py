@@ -111,7 +111,7 @@ def left_behind(core: OffloadCore) -> dict[str, object]:
         "loads that others wait for": state.requests.loading,
         "device blocks reserved": state.requests.reserved,
         "a device that is full": state.requests.is_full,
-        "keys watched for eviction": core.stores.evictions.offers,
+        "keys watched for eviction": core.stores.evictions.watches,
         "entries in tables": state.tables.entries,
         "shared entries in tables": state.tables.shared,
         "offers that wait for room": core.stores.for_room,
