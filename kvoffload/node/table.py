@@ -142,10 +142,9 @@ class HostTable:
     def identify(self, fingerprint: str) -> None:
         """Record the KV's fingerprint. Without one, no later process counts the table. A closed table stays closed."""
         self.header = TableHeader(self.header.slots, self.header.files, fingerprint, self.header.generation)
-        packed = _packed(self.header)
-        self._memory[len(_MAGIC) : len(packed)] = packed[
-            len(_MAGIC) :
-        ]  # another thread may close the table now
+        packed, magic = _packed(self.header), len(_MAGIC)
+        # The magic stays as it is, because another thread may have closed the table meanwhile.
+        self._memory[magic : len(packed)] = packed[magic:]
 
     def invalidate(self, slot: SlotId) -> None:
         """Record that copies may write a slot from now on, so that its bytes are of no block."""
