@@ -223,6 +223,10 @@ def read_table(folder: OpenFolder, files: tuple[bytes, ...]) -> Left | None:
     )
 
 
+def remove_table(folder: OpenFolder) -> None:
+    folder.unlink(TABLE_NAME)
+
+
 def table_bytes(slots: int, ranks: int) -> int:
     """Return how many bytes a table takes."""
     return _size(TableHeader(slots, (b"",) * ranks))

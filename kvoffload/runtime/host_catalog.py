@@ -36,7 +36,7 @@ from kvoffload.model.ids import BlockKey, Rank, SlotId
 from kvoffload.model.wire import Put, SlotsFile, Tier, TransferReport
 from kvoffload.node.folder import Claim, HostPlace, bound_orphans, describe, list_kept, remove_files
 from kvoffload.node.processes import may_run
-from kvoffload.node.table import HostTable, Left, NotATable, TableHeader, read_table
+from kvoffload.node.table import HostTable, Left, NotATable, TableHeader, read_table, remove_table
 from kvoffload.runtime.portal import Portal
 
 _PART = 2048  # the maximum number of blocks, or of free slots, that one step passes to the core
@@ -110,6 +110,7 @@ class HostCatalog:
         self._stepped_at: float | None = None
         self._is_closed = self._was_reset = self._is_complete = False
         self._is_trusted = True
+        self._has_forgotten = False
         self._executor = portal.new_executor("host-catalog")
         self._identifier = portal.new_executor("host-identity")
         self._identity: Future[KVIdentity] | None = None
@@ -196,10 +197,16 @@ class HostCatalog:
             table.close()
 
     def reset(self) -> bool:
-        """Close the table; return True. Weights in memory may differ from those that the identity names from now on."""
+        """Close the table; return whether that is done. Weights in memory may differ from those that the identity names."""
         self._was_reset = True
         self.distrust()
-        return True
+        if self._is_closed:
+            return True
+        forgotten = self._do(self._forget)
+        with suppress(TimeoutError):
+            forgotten.result(_CLOSE_S)
+            return self._has_forgotten
+        return False
 
     def close(self) -> None:
         """Stop the threads. The table stays for the next process, unless the files are not kept."""
@@ -233,8 +240,15 @@ class HostCatalog:
 
         return self._executor.submit(careful)
 
+    def _forget(self) -> None:
+        """Before the ranks' first reports, remove the table of the engine before, which no scheduler has taken over yet."""
+        if self._claim is None:
+            self._claim = self._place.claim()
+            remove_table(self._claim.folder)
+        self._has_forgotten = True
+
     def _open(self) -> None:
-        self._claim = self._place.claim()
+        self._claim = self._claim or self._place.claim()
         self._identity = self._identifier.submit(self._place.identify)
         # Listing folders may wait for other engines that choose theirs, so adoption does not wait for it.
         self._identifier.submit(self._count_orphans)

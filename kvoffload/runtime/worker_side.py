@@ -297,6 +297,7 @@ class WorkerSide:
                 portal.close()
 
     def _file_report(self, file: HostFile) -> TierReport:
+        file.begin()  # with this report, the scheduler's side may begin to plan copies
         seconds = self._prepared_s
         is_new, self._reported_s = seconds != self._reported_s, seconds
         known = SlotsFile(file.id, file.kept, file.previous, seconds)

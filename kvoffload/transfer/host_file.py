@@ -6,9 +6,9 @@ The file has the arena's chunks, each at a fixed place, so that the bytes of a s
 process has more or fewer slots. Only the last chunk can have fewer slots than the others; if their number changes, its
 bytes are moved.
 
-A process that opens the file gives it a new id and remembers the old one. The table of host slots has the ids of the
-files that it is about. So a table counts only for the process that opens the files next, and only if its scheduler's
-process takes the table over.
+The table of host slots has the ids of the files that it is about. A process that opens the file gives it a new id before
+the first report to its scheduler's process, because no copy starts before that. So a table counts only until the next
+engine steps, and then only if that engine's scheduler takes the table over.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class HostFile:
     Attributes:
         shape: the shape of the slots.
         slots: how many slots the rank wants.
-        id: the file's id from now on.
+        id: the file's id from `begin` on.
         previous: the id that the file had, under which an earlier process's table knows it; empty for a new file.
         kept: how many slots, from the first on, have the bytes that the earlier process left.
         sums: with `verify`, the checksum of each slot; None without.
@@ -105,6 +105,13 @@ class HostFile:
     _descriptor: int
     _memory: mmap.mmap
     _end: int  # up to where the earlier process's memory is there without a hole
+    _has_begun: bool = False
+
+    def begin(self) -> None:
+        """Give the file its new id: copies may change its bytes from now on. Calling it again does nothing."""
+        if not self._has_begun:
+            os.pwrite(self._descriptor, _header(self.shape, self.slots, self.id), 0)
+            self._has_begun = True
 
     def take(self, first: int, size: int) -> int:
         """Make the memory of a chunk present; return its address.
@@ -164,7 +171,9 @@ def open_host_file(claim: Claim, shape: RankShape, slots: int) -> HostFile:
     try:
         descriptor = folder.open(name, os.O_RDWR | os.O_CREAT)
         previous, had = _read_header(folder, name, descriptor, shape)
-        os.pwrite(descriptor, _header(shape, 0, _NO_ID), 0)  # from now on, no table counts for this file
+        os.pwrite(
+            descriptor, _header(shape, 0, _NO_ID), 0
+        )  # until the bytes are in their places, no table counts
         if not previous:
             os.ftruncate(descriptor, PAGE)
         kept = min(had, slots)
@@ -176,12 +185,11 @@ def open_host_file(claim: Claim, shape: RankShape, slots: int) -> HostFile:
         memory = mmap.mmap(descriptor, size)
         advise(memory)
         sums = None if shape.verify == "off" else _open_sums(folder, shape.rank, slots)
-        new = _new_id()
-        os.pwrite(descriptor, _header(shape, slots, new), 0)
+        os.pwrite(descriptor, _header(shape, slots, previous or _NO_ID), 0)
     except (OSError, DiskError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError([f"host_path: {folder.path / name} cannot be used: {reason}"]) from error
-    return HostFile(shape, slots, new, previous, kept, sums, claim, descriptor, memory, end)
+    return HostFile(shape, slots, _new_id(), previous, kept, sums, claim, descriptor, memory, end)
 
 
 def _new_id() -> bytes:

@@ -100,7 +100,10 @@ def test_help_is_also_a_command(words: list[str], capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("dmeo", "argument COMMAND: 'dmeo' is not a choice; did you mean demo? (choose from advise, completion, "),
+        (
+            "dmeo",
+            "argument COMMAND: 'dmeo' is not a choice; did you mean demo? (choose from advise, completion, ",
+        ),
         ("frobnicate", "'frobnicate' is not a choice (choose from "),
         ("help doctr", "did you mean doctor?"),
         ("doctor --engine vlm", "argument --engine: 'vlm' is not a choice; did you mean vllm?"),

@@ -282,16 +282,43 @@ def test_r20_without_one_of_its_files_nothing_is_found(
     assert loaded(made) == 0
 
 
-def test_r20_a_rank_that_was_opened_without_a_scheduler_has_no_table(
+@pytest.mark.parametrize("host_blocks", [200, 120, 240])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_that_ends_before_its_first_step_leaves_what_it_found(
+    start: StartEngine, shared_memory: Path, ranks: int, host_blocks: int
+) -> None:
+    start(ranks=ranks).run(PROMPT)
+    start(path=shared_memory / "another")
+    extra = {"host_path": shared_memory}
+    for _ in range(2):
+        with rig(ranks=ranks, host_blocks=host_blocks, extra=extra, starts_ready=False):
+            pass
+    assert loaded(start(ranks=ranks)) == len(PROMPT) // BLOCK - 1
+
+
+def test_r20_an_engine_whose_scheduler_has_not_taken_the_table_over_leaves_none(
     start: StartEngine, shared_memory: Path
 ) -> None:
-    """An engine that died between the start of its ranks and of its scheduler has no table of its own."""
+    """Once the ranks have reported, copies could have changed the bytes that the earlier engine's table names."""
     start().run(PROMPT)
     start(path=shared_memory / "another")
-    with rig(host_blocks=200, extra={"host_path": shared_memory}, starts_ready=False):
-        pass
+    with rig(host_blocks=200, extra={"host_path": shared_memory}, starts_ready=False) as made:
+        for worker in made.workers:
+            worker.take_report()
     made, (reason,) = reasons(start)
     assert "other files" in reason
+    assert loaded(made) == 0
+
+
+def test_r20_a_reset_before_the_first_step_forgets_what_the_engine_before_left(
+    start: StartEngine, shared_memory: Path
+) -> None:
+    start().run(PROMPT)
+    start(path=shared_memory / "another")
+    with rig(host_blocks=200, extra={"host_path": shared_memory}, starts_ready=False) as made:
+        assert made.offload.reset()
+    made = start()
+    assert indexed(made) == {}
     assert loaded(made) == 0
 
 

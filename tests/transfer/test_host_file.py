@@ -38,6 +38,7 @@ def test_r20_pages_that_an_old_device_has_pinned_are_not_those_of_other_slots(
     shared_memory: Path, before: int, after: int
 ) -> None:
     old = opened(shared_memory, "old", before)
+    old.begin()
     size = SHAPE.chunk_bytes(min(before, 16))
     address = old.take(0, size)
     ctypes.memset(address, ord("a"), size)
