@@ -12,7 +12,7 @@ in `again` for the next step, or in an open job.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from operator import itemgetter
 
