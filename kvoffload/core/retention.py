@@ -162,6 +162,7 @@ class Retention:
             count = tokens // self._block_tokens
             if len(record.keys) == 1:
                 return record.keys[0][:count]
+            # Groups with equal blocks have equally many keys.
             return list(chain.from_iterable(zip(*[keys[:count] for keys in record.keys], strict=False)))
         numbered = list[tuple[int, BlockKey]]()
         for group, of_group in zip(self._groups, record.keys, strict=True):

@@ -31,7 +31,7 @@ MOST_CALLS = {  # for each hook: the limit without a disk tier, and the limit wi
     "a request is seen": (21, 30),
     "a lookup that misses": (19, 28),
     "a lookup that hits": (51, 51),
-    "an allocation without a load": (26, 26),
+    "an allocation without a load": (25, 25),
     "an allocation with a load": (75, 75),
     "a step that plans a load": (36, 36),
     "a report of a store": (91, 94),
