@@ -164,6 +164,7 @@ class JobLedger:
 
 
 def _check_range(what: str, numbers: Numbers, end: int) -> None:
-    low, high = int(numbers.min()), int(numbers.max())
-    if low < 0 or high >= end:
-        raise CopyError(f"{what} {low if low < 0 else high} is not among the {end} that exist")
+    if int(numbers.view(np.uint64).max()) < end:  # a negative number is very large without its sign
+        return
+    low = int(numbers.min())
+    raise CopyError(f"{what} {low if low < 0 else int(numbers.max())} is not among the {end} that exist")

@@ -437,7 +437,8 @@ class TransferPump:
             part.job.open_parts += 1
             if part.end > part.job.started:  # False for a part that is copied again
                 part.job.started = part.end
-        lane.add(Batch(ticket, tuple(parts), runs.total_bytes, len(runs), now))
+        size = len(slots) * self._arena.layout.slot_bytes
+        lane.add(Batch(ticket, tuple(parts), size, len(runs), now))
 
     def _may_retry(self, parts: Sequence[Part]) -> bool:
         """Return whether the jobs of a batch that failed may succeed one by one."""
