@@ -160,7 +160,7 @@ class JobLedger:
 
     def take_reports(self) -> tuple[JobReport, ...]:
         """Return the reports of jobs that ended since the last call, in the order in which they ended."""
-        return tuple(self._ended.popleft() for _ in range(len(self._ended)))
+        return tuple([self._ended.popleft() for _ in range(len(self._ended))])
 
 
 def _check_range(what: str, numbers: Numbers, end: int) -> None:

@@ -175,12 +175,14 @@ class TransferPump:
         if self._sleeper.is_asleep:
             self._sleeper.wake()
 
+    @property
+    def has_jobs(self) -> bool:
+        """Return whether any job has not ended. Every batch, queued or started, belongs to such a job."""
+        return len(self._ledger) > 0
+
     def poll(self) -> None:
         """Handle the batches that have ended. Never waits."""
-        is_stranded = self._gone is not None and bool(self._queue)
-        if not (any(self._lanes) or self._abandoned or is_stranded):
-            return
-        if not self._reaping.acquire(blocking=False):
+        if not self.has_jobs or not self._reaping.acquire(blocking=False):
             return
         try:
             self._reap()
