@@ -181,14 +181,15 @@ def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks:
 
     A hook calls this function for a load, so it makes few calls of numpy: each takes as long for 8 blocks as for 64.
     """
-    steps = blocks[1:] - blocks[:-1]
-    if steps.size and steps.min() < 1:
+    borders = _borders(slots, blocks, geometry.chunk_slots)
+    # The pairs of a single run are in order.
+    if len(borders) > 2 and (blocks[1:] < blocks[:-1]).any():
         order = blocks.argsort(kind="stable")
         slots, blocks = slots[order], blocks[order]
-        steps = blocks[1:] - blocks[:-1]
+        borders = _borders(slots, blocks, geometry.chunk_slots)
     found = []
     if geometry.touching is not None:
-        first, lengths = _runs(slots, steps, geometry.chunk_slots)
+        first, lengths = borders[:-1], borders[1:] - borders[:-1]
         found.append(geometry.touching.addresses(slots[first], blocks[first], lengths))
     if geometry.apart is not None:
         found.append(geometry.apart.addresses(slots, blocks, np.ones_like(blocks)))
@@ -197,16 +198,10 @@ def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks:
     return CopyRuns.between(direction, *(np.concatenate(both) for both in zip(*found, strict=True)))
 
 
-def _runs(slots: Numbers, steps: Numbers, chunk_slots: int) -> tuple[Numbers, Numbers]:
-    """Return the position of each run's first pair, and the number of the run's pairs.
-
-    Args:
-        slots: the slot of each pair, in the order of the blocks.
-        steps: the differences between consecutive blocks.
-        chunk_slots: slots in each chunk.
-    """
-    is_border = np.ones(len(slots) + 1, np.bool_)
-    later = slots[1:]
-    is_border[1:-1] = (steps != 1) | (later - slots[:-1] != 1) | (later % chunk_slots == 0)
-    borders = is_border.nonzero()[0]
-    return borders[:-1], borders[1:] - borders[:-1]
+def _borders(slots: Numbers, blocks: Numbers, chunk_slots: int) -> Numbers:
+    """Return the position of each run's first pair, followed by the number of pairs."""
+    is_border = np.empty(len(slots) + 1, np.bool_)
+    is_border[0] = is_border[-1] = True
+    spread = slots + slots // chunk_slots  # skips a number between two chunks
+    is_border[1:-1] = (blocks[1:] - blocks[:-1] != 1) | (spread[1:] - spread[:-1] != 1)
+    return is_border.nonzero()[0]
