@@ -12,18 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import selectors
 import threading
 from concurrent.futures import Executor, Future
-from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, TypeVarTuple
 
 from kvoffload.model.errors import KVOffloadError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Mapping
+    from contextvars import Context
+
+    from _typeshed import FileDescriptorLike
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 _COPY_THREADS = 2
 _FROM_PARENT: list[
@@ -99,6 +105,72 @@ class DaemonExecutor(Executor):
                 return
             work()
             del work  # An idle thread would otherwise keep the arguments of its last call in memory.
+
+
+class Bell(selectors.BaseSelector):
+    """A loop's selector that waits for rings, and for no descriptor. Any thread may ring."""
+
+    def __init__(self) -> None:
+        self._rings: SimpleQueue[None] = SimpleQueue()
+        self._keys: dict[FileDescriptorLike, selectors.SelectorKey] = {}
+
+    def ring(self) -> None:
+        """End the current call of `select`, or the next one. The calling thread keeps the GIL."""
+        self._rings.put(None)
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """Wait for a ring, at most `timeout` seconds. Return no events."""
+        with suppress(Empty):
+            if timeout != 0:
+                self._rings.get(timeout=timeout)
+            while True:
+                self._rings.get_nowait()
+        return []
+
+    def register(
+        self, fileobj: FileDescriptorLike, events: int, data: object = None
+    ) -> selectors.SelectorKey:
+        """Accept one descriptor, the loop's own, which is never used.
+
+        Raises:
+            NotImplementedError: the descriptor is another one.
+        """
+        if self._keys:
+            raise NotImplementedError("the portal's loop cannot wait for descriptors; use its executor")
+        key = selectors.SelectorKey(fileobj, -1, events, data)
+        self._keys[fileobj] = key
+        return key
+
+    def unregister(self, fileobj: FileDescriptorLike) -> selectors.SelectorKey:
+        return self._keys.pop(fileobj)
+
+    def get_map(self) -> Mapping[FileDescriptorLike, selectors.SelectorKey]:
+        return self._keys
+
+
+class BellLoop(asyncio.SelectorEventLoop):
+    """An event loop that other threads wake by a bell.
+
+    Other loops are woken by a write to a socket, which releases the GIL. The engine's thread would then wait while the
+    woken thread, or one that copies, runs its Python.
+    """
+
+    def __init__(self) -> None:
+        self._bell = Bell()
+        super().__init__(self._bell)
+        self.set_debug(False)  # in debug mode, `call_soon` refuses calls of other threads
+
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        """Run `callback` on the loop's thread. Any thread may call this method.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        handle = self.call_soon(callback, *args, context=context)  # appends to a deque, which is atomic
+        self._bell.ring()
+        return handle
 
 
 class Portal:
@@ -186,7 +258,7 @@ class Portal:
 
     def _started_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop_thread is None:
-            loop = asyncio.new_event_loop()
+            loop = BellLoop()
             thread = threading.Thread(target=_run, args=(loop,), name=self.name, daemon=True)
             thread.start()
             self._loop_thread = (loop, thread)

@@ -250,15 +250,18 @@ class WorkerSide:
     def take_report(self) -> TransferReport | None:
         """Return a report of the copies that ended since the last call; None if nothing is new. Never waits."""
         pump = self.pump
-        if not self._portal.is_alive:
-            pump.coroutine_lost("the portal's thread is gone")
-        pump.poll()
+        if pump.has_jobs:
+            if not self._portal.is_alive:
+                pump.coroutine_lost("the portal's thread is gone")
+            pump.poll()
         taken = [tier.take() for tier in self._tiers.values()] if self._tiers else ()
         below = [report for report in taken if report is not None]
         if self._file is not None:
             below.insert(0, self._file_report(self._file))
+        if not below:
+            return pump.take_report()
         report = pump.take_report(is_due=any(each.is_new for each in below))
-        return report if report is None or not below else with_tiers(report, below)
+        return report if report is None else with_tiers(report, below)
 
     def close(self) -> None:
         """Wait for started copies to end, and free the memory. In a forked child, do nothing.

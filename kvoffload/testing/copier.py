@@ -31,6 +31,8 @@ class GatedTicket:
         self.runs = runs
         self.fences = fences
         self.queries = 0
+        self.is_started = True
+        """Whether every copy was started, so that queries start no more."""
         self.query_error: Exception | None = None
         """The error that each query of this batch raises; None if queries raise no error."""
         self.copy_seconds: float | None = None
@@ -83,6 +85,8 @@ class GatedCopier:
         """All batches, in the order in which they were submitted."""
         self.fences = 0
         """The number of fences recorded so far. The first fence is the number 1, the second is 2, and so on."""
+        self.in_parts = False
+        """Whether queries seem to have more copies to start, for batches that are submitted from now on."""
         self.is_closed = False
         self._held = held
         self._submit_errors: deque[Exception] = deque()
@@ -121,6 +125,7 @@ class GatedCopier:
         if self._submit_errors:
             raise self._submit_errors.popleft()
         ticket = GatedTicket(direction, runs, tuple(fences))
+        ticket.is_started = not self.in_parts
         self.tickets.append(ticket)
         if not self._held:
             ticket.finish()

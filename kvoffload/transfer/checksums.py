@@ -89,6 +89,11 @@ class CheckedTicket:
         """Return the copier's measurement. The time spent on checksums counts as waiting."""
         return self._copies.copy_seconds
 
+    @property
+    def is_started(self) -> bool:
+        """Return whether the copies have ended and reading has started, which a query does."""
+        return self._work is not None
+
     def query(self) -> TicketState:
         """Return the batch's state. Once its copies have succeeded, start reading the slots.
 

@@ -85,6 +85,8 @@ class HostTicket:
             copied.
     """
 
+    is_started = True
+
     def __init__(self) -> None:
         self.pieces = 0
         self._error: Exception | None = None

@@ -74,8 +74,8 @@ class OpenJob(Struct, eq=False):
         if len(job.targets) != len(job.slots) or not job.slots:
             raise CopyError(f"{len(job.slots)} slots do not pair with {len(job.targets)} blocks")
         slots, targets = _numbers(job.slots), _numbers(job.targets)
-        _check_range("slot", slots, ready_slots)
-        _check_range("block", targets, blocks)
+        _check_range("slot", job.slots, slots, ready_slots)
+        _check_range("block", job.targets, targets, blocks)
         self.slots = slots
         self.blocks = targets
 
@@ -160,10 +160,11 @@ class JobLedger:
 
     def take_reports(self) -> tuple[JobReport, ...]:
         """Return the reports of jobs that ended since the last call, in the order in which they ended."""
-        return tuple(self._ended.popleft() for _ in range(len(self._ended)))
+        return tuple([self._ended.popleft() for _ in range(len(self._ended))])
 
 
-def _check_range(what: str, numbers: Numbers, end: int) -> None:
-    low, high = int(numbers.min()), int(numbers.max())
-    if low < 0 or high >= end:
-        raise CopyError(f"{what} {low if low < 0 else high} is not among the {end} that exist")
+def _check_range(what: str, ids: Sequence[int], numbers: Numbers, end: int) -> None:
+    # Without its sign a negative number is very large, so if any number is wrong, the largest is.
+    worst = ids[int(numbers.view(np.uint64).argmax())]
+    if not 0 <= worst < end:
+        raise CopyError(f"{what} {worst} is not among the {end} that exist")

@@ -81,6 +81,11 @@ class Lane:
         return sum([batch.size for batch in tuple(self._pending)])
 
     @property
+    def is_started(self) -> bool:
+        """Return whether all copies of the pending batches have been started."""
+        return all(batch.ticket.is_started for batch in tuple(self._pending))
+
+    @property
     def abandoned(self) -> int:
         """Return the number of batches that timed out and have not ended."""
         return len(self._abandoned)

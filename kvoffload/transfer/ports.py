@@ -62,7 +62,14 @@ class TicketState(Enum):
 
 
 class Ticket(Protocol):
-    """One submitted batch."""
+    """One submitted batch.
+
+    Attributes:
+        is_started: whether every copy has been started. Until then each query may start more.
+    """
+
+    @property
+    def is_started(self) -> bool: ...
 
     def query(self) -> TicketState:
         """Return the batch's state, without blocking. Not called after the batch has ended.

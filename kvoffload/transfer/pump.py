@@ -18,9 +18,10 @@ waits for them and cutting them into batches takes time.
 * The bytes of stores in flight stay under a limit that adapts below `store_bytes_in_flight` (`AdaptiveLimit`). A batch
   has at most half of the limit. So when the first of two batches ends, the copier runs the second until the pump
   notices that end. If loads and stores share a resource, a load waits for at most the limit's number of bytes.
-* When nothing is pending, the coroutine sleeps until a job arrives; a job that arrives while it is awake makes no
-  system call. While copies are pending, the coroutine polls each lane. The pauses double while no batch ends. The
-  coroutine makes no pause while a large batch is being started in slices.
+* When nothing is pending, the coroutine sleeps until a job arrives; a job that arrives while it is awake does not wake
+  it. While copies are pending, the coroutine polls each lane. The pauses double while no batch ends. The coroutine
+  makes no pause while a large batch is being started in slices. If only stores are pending and all of them are started,
+  it makes the longest pause: no request waits for a store, and the hook's next `poll` notices the end.
 * If checksums are kept, a batch's ticket makes an executor's threads read the host slots after the copies have ended.
   Copying and reading together may take `timeout_s`. Timeouts, the drain and the handling of a dead coroutine count a
   batch that is being read as a running copy.
@@ -115,7 +116,7 @@ class TransferPump:
         self._admission = Lock()
         self._reaping = Lock()
         self._sleeper = Sleeper()
-        self._pause_s = _FIRST_PAUSE_S
+        self._pause_s = self._next_pause_s = _FIRST_PAUSE_S
         self._refusal: str | None = None  # why new jobs fail
         self._gone: str | None = None  # why the coroutine starts no more copies
         self._reported: tuple[int, bool, str | None] = (0, True, None)
@@ -144,6 +145,8 @@ class TransferPump:
         """
         if not jobs:
             return
+        if self._stores:
+            self.poll()  # a store that ends now has not run beside these loads
         with self._admission:
             accepted = self._accept(jobs, fence)
             if self._refusal is not None:
@@ -172,12 +175,14 @@ class TransferPump:
         if self._sleeper.is_asleep:
             self._sleeper.wake()
 
+    @property
+    def has_jobs(self) -> bool:
+        """Return whether any job has not ended. Every batch, queued or started, belongs to such a job."""
+        return len(self._ledger) > 0
+
     def poll(self) -> None:
         """Handle the batches that have ended. Never waits."""
-        is_stranded = self._gone is not None and bool(self._queue)
-        if not (any(self._lanes) or self._abandoned or is_stranded):
-            return
-        if not self._reaping.acquire(blocking=False):
+        if not self.has_jobs or not self._reaping.acquire(blocking=False):
             return
         try:
             self._reap()
@@ -325,8 +330,17 @@ class TransferPump:
         with self._reaping:
             progress = self._reap()
             progress |= self._start_stores()
-        self._pause_s = _FIRST_PAUSE_S if progress else min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._pause_s = self._choose_pause(progress=progress)
         return any(self._lanes)
+
+    def _choose_pause(self, *, progress: bool) -> float:
+        """Return how long the coroutine pauses: the longest pause if nothing waits until it notices a batch's end."""
+        if not (self._loads or self._queue) and self._stores.is_started:
+            self._next_pause_s = _FIRST_PAUSE_S
+            return LONGEST_PAUSE_S
+        pause_s = _FIRST_PAUSE_S if progress else self._next_pause_s
+        self._next_pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        return pause_s
 
     # --- a job, from acceptance to report ---
 
@@ -437,7 +451,8 @@ class TransferPump:
             part.job.open_parts += 1
             if part.end > part.job.started:  # False for a part that is copied again
                 part.job.started = part.end
-        lane.add(Batch(ticket, tuple(parts), runs.total_bytes, len(runs), now))
+        size = len(slots) * self._arena.layout.slot_bytes
+        lane.add(Batch(ticket, tuple(parts), size, len(runs), now))
 
     def _may_retry(self, parts: Sequence[Part]) -> bool:
         """Return whether the jobs of a batch that failed may succeed one by one."""

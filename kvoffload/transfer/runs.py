@@ -14,9 +14,10 @@ by block, so that pairs that can be joined are next to each other.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from msgspec import Struct
@@ -41,7 +42,37 @@ def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:
     return list(accumulate((-(-size * count // _LINE) * _LINE for size in page_bytes), initial=0))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+class Columns(NamedTuple):
+    """The addresses of some regions, as columns, so that one operation computes those of all regions.
+
+    Args:
+        page, device_base, device_stride: [regions, 1], as in `Geometry`.
+        host_zero: [regions, chunks] where slot 0 would be if the chunk continued down to it.
+        chunk_slots: slots in each chunk.
+    """
+
+    page: Numbers
+    device_base: Numbers
+    device_stride: Numbers
+    host_zero: Numbers
+    chunk_slots: int
+
+    def addresses(
+        self, slots: Numbers, blocks: Numbers, lengths: Numbers
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """Return the host address, device address and bytes of each run, for each region in turn.
+
+        Args:
+            slots: the first slot of each run.
+            blocks: the first block of each run.
+            lengths: the number of pairs in each run.
+        """
+        host = self.host_zero.take(slots // self.chunk_slots, axis=1) + slots * self.page
+        device = self.device_base + blocks * self.device_stride
+        return host.ravel(), device.ravel(), (lengths * self.page).ravel()
+
+
+@dataclass(frozen=True, eq=False)
 class Geometry:
     """The addresses of all regions on the device and of all chunks on the host, as arrays.
 
@@ -68,6 +99,24 @@ class Geometry:
         """Return the address of each slot's page in each region, [slots, regions]."""
         places: Numbers = (slots % self.chunk_slots)[:, None]
         return self.host_base[slots // self.chunk_slots] + places * self.page
+
+    @cached_property
+    def touching(self) -> Columns | None:
+        """Return the regions whose pages are adjacent on the device, so that pairs can be joined; None without any."""
+        return self._columns(self.device_stride == self.page)
+
+    @cached_property
+    def apart(self) -> Columns | None:
+        """Return the other regions; None without any."""
+        return self._columns(self.device_stride != self.page)
+
+    def _columns(self, chosen: NDArray[np.bool_]) -> Columns | None:
+        if not chosen.any():
+            return None
+        first_slots = np.arange(len(self.host_base)) * self.chunk_slots
+        host_zero = self.host_base[:, chosen].T - first_slots * self.page[chosen, None]
+        device = self.device_base[chosen, None], self.device_stride[chosen, None]
+        return Columns(self.page[chosen, None], *device, host_zero, self.chunk_slots)
 
 
 class CopyRuns(Struct, frozen=True, eq=False):
@@ -128,44 +177,31 @@ def geometry_of(layout: DeviceLayout, chunk_slots: int) -> Geometry:
 
 
 def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks: Numbers) -> CopyRuns:
-    """Return the copies between `slots[i]` and `blocks[i]` for every `i`; all slots and blocks must be in range."""
-    slots, blocks = _sorted_by_block(slots, blocks)
-    chunks = slots // geometry.chunk_slots
-    places = slots - chunks * geometry.chunk_slots  # `np.divmod` takes five times as long.
-    first = _run_starts(slots, blocks, chunks)
-    lengths = np.diff(first, append=len(slots))
-    touching = geometry.device_stride == geometry.page
-    joined = _addresses(geometry, touching, chunks[first], places[first], blocks[first], lengths)
-    if touching.all():
-        return CopyRuns.between(direction, *joined)
-    apart = _addresses(geometry, ~touching, chunks, places, blocks, np.ones_like(blocks))
-    return CopyRuns.between(direction, *(np.concatenate(both) for both in zip(joined, apart, strict=True)))
+    """Return the copies between `slots[i]` and `blocks[i]` for every `i`; all slots and blocks must be in range.
+
+    A hook calls this function for a load, so it makes few calls of numpy: each takes as long for 8 blocks as for 64.
+    """
+    borders = _borders(slots, blocks, geometry.chunk_slots)
+    # The pairs of a single run are in order.
+    if len(borders) > 2 and (blocks[1:] < blocks[:-1]).any():
+        order = blocks.argsort(kind="stable")
+        slots, blocks = slots[order], blocks[order]
+        borders = _borders(slots, blocks, geometry.chunk_slots)
+    found = []
+    if geometry.touching is not None:
+        first, lengths = borders[:-1], borders[1:] - borders[:-1]
+        found.append(geometry.touching.addresses(slots[first], blocks[first], lengths))
+    if geometry.apart is not None:
+        found.append(geometry.apart.addresses(slots, blocks, np.ones_like(blocks)))
+    if len(found) == 1:
+        return CopyRuns.between(direction, *found[0])
+    return CopyRuns.between(direction, *(np.concatenate(both) for both in zip(*found, strict=True)))
 
 
-def _sorted_by_block(slots: Numbers, blocks: Numbers) -> tuple[Numbers, Numbers]:
-    if len(blocks) < 2 or (np.diff(blocks) > 0).all():
-        return slots, blocks
-    order = np.argsort(blocks, kind="stable")
-    return slots[order], blocks[order]
-
-
-def _run_starts(slots: Numbers, blocks: Numbers, chunks: Numbers) -> Numbers:
-    breaks = np.empty(len(slots), np.bool_)
-    breaks[:1] = True
-    breaks[1:] = (np.diff(blocks) != 1) | (np.diff(slots) != 1) | (np.diff(chunks) != 0)
-    return np.flatnonzero(breaks)
-
-
-def _addresses(
-    geometry: Geometry,
-    chosen: NDArray[np.bool_],
-    chunks: Numbers,
-    places: Numbers,
-    blocks: Numbers,
-    lengths: Numbers,
-) -> tuple[Numbers, Numbers, Numbers]:
-    """Return the host address, device address and bytes of each run, for each chosen region in turn."""
-    page = geometry.page[chosen, None]
-    host = geometry.host_base[chunks][:, chosen].T + places * page
-    device = geometry.device_base[chosen, None] + blocks * geometry.device_stride[chosen, None]
-    return host.ravel(), device.ravel(), (lengths * page).ravel()
+def _borders(slots: Numbers, blocks: Numbers, chunk_slots: int) -> Numbers:
+    """Return the position of each run's first pair, followed by the number of pairs."""
+    is_border = np.empty(len(slots) + 1, np.bool_)
+    is_border[0] = is_border[-1] = True
+    spread = slots + slots // chunk_slots  # skips a number between two chunks
+    is_border[1:-1] = (blocks[1:] - blocks[:-1] != 1) | (spread[1:] - spread[:-1] != 1)
+    return is_border.nonzero()[0]

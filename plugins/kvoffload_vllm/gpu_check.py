@@ -2,8 +2,9 @@
 
 Both engines run the same model with vLLM's dummy weights. One engine offloads to a large host memory. On a GPU both
 engines use CUDA graphs, because vLLM captures graphs in the same minute in which kvoffload pins host memory. The
-engines take turns to decode the same prompts, while kvoffload stores the blocks that its engine fills. Then the check
-resets vLLM's prefix cache and requires the host to have blocks of the last prompts.
+engines take turns to decode the same prompts, while kvoffload stores the blocks that its engine fills. One more round
+of kvoffload's engine measures its hooks, and how often they wake the portal. Then the check resets vLLM's prefix cache
+and requires the host to have blocks of the last prompts.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.gpu_check.parts import Line, NotHere, measured, ratios
 from kvoffload.model.config import size_text
+from kvoffload.runtime.portal import BellLoop
 from kvoffload.transfer.host_memory import available_bytes, read_file
 from kvoffload_vllm.vllm_args import transfer_config
 
@@ -50,6 +53,23 @@ ON_GPU: Mapping[str, Any] = {
     "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     "gpu_memory_utilization": 0.3,
 }
+_ONCE_A_STEP = "build_connector_meta"
+_SCHEDULER_HOOKS = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    _ONCE_A_STEP,
+    "update_connector_output",
+    "request_finished_all_groups",
+)
+_WORKER_HOOKS = (
+    "bind_connector_metadata",
+    "start_load_kv",
+    "wait_for_save",
+    "get_transfer_results",
+    "get_finished",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
 _SHAPE: Mapping[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
@@ -123,6 +143,8 @@ def measure(
         over = ratios(found[ours], found[plain])
         yield measured(f"{what}: a decoding step, over one without", over, "x", at_most=1.02)
         yield measured(f"{what}: a decoding step without", [1e3 * one for one in found[plain]], " ms")
+        prompts = _prompts(draw)  # new ones, so that there are blocks to store
+        yield from _hooks(what, ours, prompts)
         ours.llm.reset_prefix_cache()
         _, _, outputs = ours.serve(prompts, 1)
         tokens = sum(output.num_cached_tokens for output in outputs)
@@ -160,7 +182,7 @@ class Engine:
             "kv_transfer_config": settings and transfer_config(settings),
         }
         self.llm: Any = LLM(str(model), **{**own, **options})
-        self._agent = self._place._KV_CONNECTOR_AGENT
+        self._agent = self.worker = self._place._KV_CONNECTOR_AGENT
         self.scheduler: Any = self.llm.llm_engine.engine_core.engine_core.scheduler
 
     @property
@@ -251,6 +273,54 @@ def _decoding(engine: Engine, prompts: Sequence[Sequence[int]]) -> float:
     """Return the mean time of a decoding step in seconds, measured after all prompts have their first token."""
     first, seconds, _ = engine.serve(prompts, TOKENS)
     return (seconds - first) / (TOKENS - 1)
+
+
+@dataclass
+class Spent:
+    """The calls of some functions.
+
+    Args:
+        seconds: how long all calls took.
+        calls: for each function, the number of calls.
+    """
+
+    seconds: float
+    calls: dict[str, int]
+
+
+def _hooks(what: str, engine: Engine, prompts: Sequence[Sequence[int]]) -> Iterator[Line]:
+    """Decode the prompts, and yield what the connector's hooks cost in a step."""
+    with ExitStack() as stack:
+        scheduler = _timed(stack, engine.scheduler.connector, _SCHEDULER_HOOKS)
+        worker = _timed(stack, engine.worker, _WORKER_HOOKS)
+        wakes = _timed(stack, BellLoop, ("call_soon_threadsafe",))
+        engine.serve(prompts, TOKENS)
+    steps = scheduler.calls[_ONCE_A_STEP]
+    yield measured(f"{what}: the scheduler's hooks in a step", [1e3 * scheduler.seconds / steps], " ms")
+    yield measured(f"{what}: the worker's hooks in a step", [1e3 * worker.seconds / steps], " ms")
+    yield measured(f"{what}: wakes of the portal in a step", [sum(wakes.calls.values()) / steps])
+
+
+def _timed(stack: ExitStack, owner: Any, names: Sequence[str]) -> Spent:  # noqa: ANN401  # an object or a class
+    """Measure the calls of the owner's functions until the stack is closed. Functions that are missing do not count."""
+    spent = Spent(0.0, {})
+
+    def timed(name: str, function: Callable[..., object]) -> Callable[..., object]:
+        def run(*args: object, **kwargs: object) -> object:
+            begun = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent.seconds += time.perf_counter() - begun
+                spent.calls[name] = spent.calls.get(name, 0) + 1
+
+        return run
+
+    for name in names:
+        if function := getattr(owner, name, None):
+            setattr(owner, name, timed(name, function))
+            stack.callback(setattr, owner, name, function)
+    return spent
 
 
 def _prompts(draw: random.Random) -> list[list[int]]:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -66,6 +68,39 @@ def test_cancelling_the_future_cancels_the_coroutine(portal: Portal) -> None:
     future, ended = endless(portal)
     future.cancel()
     ended.result(PATIENCE_S)
+
+
+def test_waking_the_loop_writes_to_no_socket(portal: Portal) -> None:
+    portal.spawn(thread_name, "").result(PATIENCE_S)
+    loop, woken, called = portal._loop_thread[0], threading.Event(), list[str]()  # type: ignore[index]
+    sys.setprofile(lambda _, event, call: called.append(call.__name__) if event == "c_call" else None)
+    try:
+        loop.call_soon_threadsafe(woken.set)
+    finally:
+        sys.setprofile(None)
+    assert woken.wait(PATIENCE_S)
+    assert "put" in called
+    assert "send" not in called
+
+
+def test_the_loop_refuses_descriptors_which_it_would_never_look_at(portal: Portal) -> None:
+    async def listen() -> None:
+        with socket.socket() as listener:
+            asyncio.get_running_loop().add_reader(listener, print)
+
+    with pytest.raises(NotImplementedError, match="use its executor"):
+        portal.spawn(listen).result(PATIENCE_S)
+    assert portal.is_alive
+
+
+def test_other_threads_wake_the_loop_in_debug_mode_too() -> None:
+    code = """
+from kvoffload.runtime.portal import Portal
+async def answer(): return "answer"
+portal = Portal("p")
+print(portal.spawn(answer).result(10), portal.spawn(answer).result(10), portal.close(10))
+"""
+    assert run_python(code, PYTHONASYNCIODEBUG="1").stdout == "answer answer True\n"
 
 
 def test_close_cancels_coroutines_waits_for_them_and_is_final(portal: Portal) -> None:
@@ -182,9 +217,10 @@ def test_cancelled_work_is_skipped_and_queued_work_runs_after_shutdown() -> None
     assert ran == [2]
 
 
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

@@ -10,13 +10,14 @@ from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError, CopyError, EngineContractError
 from kvoffload.model.ids import Rank
-from kvoffload.model.wire import Direction, TransferPlan
+from kvoffload.model.wire import NOTHING, Direction, TransferPlan
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.testing import FakeClock, FakeDevice, GatedCopier
 from kvoffload.transfer.host_memory import RESERVE, slots_for
 from tests.captured_logs import capture_logs
 from tests.copy_jobs import device_job
+from tests.operations import calls
 from tests.runtime.manual_portal import ManualPortal
 from tests.transfer.counts import statistics_of
 
@@ -290,3 +291,14 @@ def test_the_first_rank_of_each_machine_checks_the_memory_for_all_its_ranks(
         assert side.register(DEVICE.layout) == 4 * 2**20 // SLOT_BYTES
     side.close()
     assert portal.close(PATIENCE_S)
+
+
+def test_a_step_without_copies_makes_few_calls(made: Side) -> None:
+    def step() -> None:
+        made.side.begin_step(NOTHING)
+        made.side.start_loads(NOTHING)
+        made.side.start_stores(NOTHING)
+        assert made.side.take_report() is None
+
+    made.side.take_report()
+    assert calls(step) <= 18

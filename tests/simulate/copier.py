@@ -48,6 +48,8 @@ def fate_of(draws: random.Random, odds: object, fates: Sequence[str]) -> str:
 class ChaosTicket:
     """One batch. Timers copy its bytes and end the batch, at times chosen when the batch is submitted."""
 
+    is_started = True
+
     def __init__(self, copier: ChaosCopier, direction: Direction, runs: CopyRuns) -> None:
         self._copier = copier
         self.direction = direction

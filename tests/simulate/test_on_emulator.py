@@ -41,6 +41,10 @@ class EmulatedTicket(ChaosTicket):
         self._inside = inside
 
     @property
+    def is_started(self) -> bool:  # type: ignore[override]
+        return self._inside.is_started
+
+    @property
     def copy_seconds(self) -> float | None:
         return self._inside.copy_seconds
 

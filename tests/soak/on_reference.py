@@ -36,6 +36,8 @@ _MISSES = 2000  # the size of `MissMemory`, small enough to fill up during the w
 class SlowTicket:
     """A copy that ends at a given time."""
 
+    is_started = True
+
     def __init__(self, runs: CopyRuns, clock: FakeClock, seconds: float, *, fails: bool) -> None:
         self._runs: CopyRuns | None = runs
         self._clock = clock

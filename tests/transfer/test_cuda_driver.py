@@ -179,6 +179,19 @@ def test_the_coroutines_query_enqueues_two_slices_and_a_hooks_query_does_not_wai
     assert emulator.waits == 0
 
 
+def test_a_batch_is_started_when_its_last_slice_is_enqueued(emulator: Emulator) -> None:
+    bench = Bench(emulator, 10_000)
+    ticket = bench.copier.submit(Direction.STORE, bench.store, ())
+    found = {}
+    for _ in range(10):
+        found[emulator.calls("cuMemcpyBatchAsync")] = ticket.is_started
+        emulator.step()
+        ticket.query()
+    slices = max(found)
+    assert slices > 2
+    assert found == {count: count == slices for count in found}
+
+
 def test_a_fence_on_a_full_engine_stream_waits_without_the_gil(emulator: Emulator, bench: Bench) -> None:
     emulator.set_depth(4)
     emulator.gate(bench.engine.stream)

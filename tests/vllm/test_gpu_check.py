@@ -28,6 +28,10 @@ def test_both_engines_decode_and_stored_blocks_are_found(monkeypatch: pytest.Mon
     assert [one.verdict for one in checks] == ["pass", "pass"]
     assert found["vLLM: tokens found on the host, of 258 that vLLM's cache had lost"].median == 2 * 128
     assert found["vLLM: a decoding step, over one without"].target == "at most 1.02x"
+    assert {"vLLM: the scheduler's hooks in a step", "vLLM: the worker's hooks in a step"} <= found.keys()
+    wakes = found["vLLM: wakes of the portal in a step"].median
+    assert wakes is not None
+    assert wakes <= 1
 
 
 @pytest.mark.parametrize(

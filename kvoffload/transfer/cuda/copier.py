@@ -169,6 +169,10 @@ class CudaTicket:
         self._driver.record(self._events[0], self._stream)
         self._enqueue()
 
+    @property
+    def is_started(self) -> bool:
+        return self._has_end
+
     def query(self) -> TicketState:
         """Return the batch's state, after enqueueing some of its remaining slices.
 
