@@ -336,7 +336,7 @@ class TransferPump:
     def _choose_pause(self, *, progress: bool) -> float:
         """Return how long the coroutine pauses: the longest pause if nothing waits until it notices a batch's end."""
         if not (self._loads or self._queue) and self._stores.is_started:
-            self._next_pause_s = _FIRST_PAUSE_S
+            self._next_pause_s = 2 * _FIRST_PAUSE_S
             return LONGEST_PAUSE_S
         pause_s = _FIRST_PAUSE_S if progress else self._next_pause_s
         self._next_pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

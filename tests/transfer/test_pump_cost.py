@@ -63,7 +63,7 @@ def counted(wake: Callable[[], bool], wakes: list[bool]) -> Callable[[], bool]:
     ("what", "direction", "blocks", "in_parts", "verify", "polls"),
     [
         ("nothing waits for the end of a store", Direction.STORE, 1, False, "off", 0),
-        ("a request waits for a load", Direction.LOAD, 1, False, "off", 2),
+        ("a request waits for a load", Direction.LOAD, 1, False, "off", 1),
         ("queries start the rest of a store", Direction.STORE, 1, True, "off", 2),
         ("the store's checksums are not computed", Direction.STORE, 1, False, "full", 2),
         ("more stores wait for the limit", Direction.STORE, 8, False, "off", 2),
