@@ -21,7 +21,7 @@ waits for them and cutting them into batches takes time.
 * When nothing is pending, the coroutine sleeps until a job arrives; a job that arrives while it is awake does not wake
   it. While copies are pending, the coroutine polls each lane. The pauses double while no batch ends. The coroutine
   makes no pause while a large batch is being started in slices. If only stores are pending and all of them are started,
-  it makes the longest pause: no request waits for a store, and the hook's next `poll` notices the end.
+  it makes the longest pause, except on a GPU: no request waits for a store, and the hook's next `poll` notices the end.
 * If checksums are kept, a batch's ticket makes an executor's threads read the host slots after the copies have ended.
   Copying and reading together may take `timeout_s`. Timeouts, the drain and the handling of a dead coroutine count a
   batch that is being read as a running copy.
@@ -335,7 +335,9 @@ class TransferPump:
 
     def _choose_pause(self, *, progress: bool) -> float:
         """Return how long the coroutine pauses: the longest pause if nothing waits until it notices a batch's end."""
-        if not (self._loads or self._queue) and self._stores.is_started:
+        # On a GPU, a large load that comes in a long pause would wait for the pause's end with its later slices.
+        may_be_long = not (self._loads or self._queue or self._arena.layout.is_cuda)
+        if may_be_long and self._stores.is_started:
             self._next_pause_s = 2 * _FIRST_PAUSE_S
             return LONGEST_PAUSE_S
         pause_s = _FIRST_PAUSE_S if progress else self._next_pause_s
