@@ -231,14 +231,22 @@ class HostCatalog:
                 log.error(
                     "host_table_failed", reason=reason_of(error), note="the next process finds no blocks"
                 )
-                self.distrust()
-                if self.opening is not None:
-                    self.not_adopted = Adoption.FAILED
-                    self._blocks, self.adopted = _Blocks.none(), 0
-                self._left = self.opening = None
-                self._add_reported()
+                self._fail()
 
         return self._executor.submit(careful)
+
+    def _fail(self) -> None:
+        """Go on without a table: give the core all slots, except those that an old process may still write."""
+        self.distrust()
+        left, self._left = self._left, None
+        if self.opening is not None:
+            self.not_adopted = Adoption.FAILED
+            self._blocks, self.adopted = _Blocks.none(), 0
+            self._unsettled = self._unsettled if left is None else left.unsettled
+            self._end = 1 + max(self._unsettled, default=-1)
+        if len(self._files) == self._ranks:
+            self.opening = None
+            self._add_reported()
 
     def _forget(self) -> None:
         """Before the ranks' first reports, remove the table of the engine before, which no scheduler has taken over yet."""

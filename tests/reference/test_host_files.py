@@ -17,12 +17,13 @@ import pytest
 from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import Adoption
-from kvoffload.model.errors import ConfigError
+from kvoffload.model.errors import ConfigError, DiskError
 from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
 from kvoffload.model.ids import SlotId
 from kvoffload.model.wire import Tier
 from kvoffload.node.table import HostTable, boot_id, table_bytes
 from kvoffload.runtime import host_catalog
+from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.transfer.arena import Arena
 from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, KINDS, Rig, rig, slot_bytes, text
@@ -320,6 +321,51 @@ def test_r20_a_reset_before_the_first_step_forgets_what_the_engine_before_left(
     made = start()
     assert indexed(made) == {}
     assert loaded(made) == 0
+
+
+def test_r20_a_reset_that_cannot_remove_the_table_says_so(
+    start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start().run(PROMPT)
+    start(path=shared_memory / "another")
+
+    def fail(folder: object) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    with rig(host_blocks=200, extra={"host_path": shared_memory}, starts_ready=False) as made:
+        monkeypatch.setattr(host_catalog, "remove_table", fail)
+        assert not made.offload.reset()
+        monkeypatch.undo()
+        made.pass_time()
+        made.drain()
+        assert indexed(made) == {}
+        made.run(PROMPT)
+        made.assert_clean()
+
+
+def test_r20_slots_under_old_copies_are_kept_back_although_the_kv_cannot_be_identified(
+    start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = start()
+    made.hold()
+    made.submit(PROMPT)
+    for _ in range(5):
+        made.step()
+    written = {slot for job in made.offload.state.jobs.open.values() for slot in job.slots}
+    left = killed(shared_memory)
+    made.release()
+    made.drain()
+
+    def fail(self: HostCatalog, found: object) -> None:
+        raise DiskError("the weights cannot be read")
+
+    monkeypatch.setattr(HostCatalog, "_identified", fail)
+    made = start(path=left)
+    pool = made.offload.state.pool
+    kept_back = {slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) is SlotState.QUARANTINED}
+    assert kept_back == written != set()
+    made.run(PROMPT)
+    made.assert_clean()
 
 
 @pytest.mark.parametrize("size", [4096, -4096])
