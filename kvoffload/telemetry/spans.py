@@ -197,7 +197,7 @@ def make_exporter(endpoint: str) -> SpanExporter:
     except ModuleNotFoundError as error:
         problem = (
             f"otlp_endpoint or {_VARIABLE} names a collector of spans, but {error.name} is not installed: "
-            "install kvoffload[otel]"
+            "pip install 'kvoffload[otel]'"
         )
         raise ConfigError([problem]) from error
     exporter: SpanExporter = package.OTLPSpanExporter(endpoint=endpoint)

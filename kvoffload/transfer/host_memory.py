@@ -283,7 +283,7 @@ def slots_for(
     needed = ranks * slots * layout.slot_bytes
     if (limit := exceeded(needed - kept, memory_limits(read))) is not None:
         together = "" if ranks == 1 else f", all {ranks} ranks of this machine {size_text(needed)}"
-        given = f"host_bytes gives each rank {bytes_per_rank} bytes{together}"
+        given = f"host_bytes gives each rank {size_text(bytes_per_rank)}{together}"
         raise ConfigError([f"{given}, above {limit}; {size_text(RESERVE)} must stay free"])
     return slots
 

@@ -343,7 +343,7 @@ def test_without_the_packages_only_a_configured_collector_is_refused(monkeypatch
     monkeypatch.delitem(sys.modules, "kvoffload.telemetry.otel", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     monkeypatch.delattr("kvoffload.telemetry.otel", raising=False)
-    with pytest.raises(ConfigError, match=r"opentelemetry.*install kvoffload\[otel\]"):
+    with pytest.raises(ConfigError, match=r"opentelemetry.*pip install .kvoffload\[otel\]"):
         Side(otlp_endpoint=URL)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", URL)
     assert Side().side.observation.spans is None
