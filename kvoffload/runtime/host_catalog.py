@@ -241,7 +241,8 @@ class HostCatalog:
         left, self._left = self._left, None
         if self.opening is not None:
             self.not_adopted = Adoption.FAILED
-            self._blocks, self.adopted = _Blocks.none(), 0
+            self._blocks = _Blocks.none()
+            self.adopted = 0
             self._unsettled = self._unsettled if left is None else left.unsettled
             self._end = 1 + max(self._unsettled, default=-1)
         if len(self._files) == self._ranks:

@@ -60,7 +60,8 @@ class Observation:
         tiers: Set[Tier],
     ) -> None:
         self._bus = bus
-        self._shape, self._config = shape, config
+        self._shape = shape
+        self._config = config
         self._clocks = clocks
         self._now = clocks.monotonic
         self.info = info_labels(identity, config)

@@ -82,6 +82,7 @@ class WorkerSide:
         self._file: HostFile | None = None
         self._prepared_s = 0.0  # how long it took until all host memory was ready; 0 until then
         self._reported_s = 0.0  # what the last report had of this time
+        self._file_report: TierReport | None = None  # the last one, as it is repeated
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
         # The arena, and when pinning its memory began; None after the first step, or if no memory is pinned.
@@ -257,7 +258,7 @@ class WorkerSide:
         taken = [tier.take() for tier in self._tiers.values()] if self._tiers else ()
         below = [report for report in taken if report is not None]
         if self._file is not None:
-            below.insert(0, self._file_report(self._file))
+            below.insert(0, self._take_file_report(self._file))
         if not below:
             return pump.take_report()
         report = pump.take_report(is_due=any(each.is_new for each in below))
@@ -299,12 +300,16 @@ class WorkerSide:
             if portal is not self._portal:
                 portal.close()
 
-    def _file_report(self, file: HostFile) -> TierReport:
-        file.begin()  # with this report, the scheduler's side may begin to plan copies
-        seconds = self._prepared_s
-        is_new, self._reported_s = seconds != self._reported_s, seconds
-        known = SlotsFile(file.id, file.kept, file.previous, seconds)
-        return TierReport((), is_new, TierStatus(Tier.HOST, True, known))
+    def _take_file_report(self, file: HostFile) -> TierReport:
+        """Return the report about the file of host memory. It is new once all memory is ready."""
+        report = self._file_report
+        if report is None or self._prepared_s != self._reported_s:
+            file.begin()  # with the first report, the scheduler's side may begin to plan copies
+            known = SlotsFile(file.id, file.kept, file.previous, self._prepared_s)
+            report = TierReport((), self._prepared_s != self._reported_s, TierStatus(Tier.HOST, True, known))
+            self._reported_s = self._prepared_s
+            self._file_report = report._replace(is_new=False)
+        return report
 
     async def _prepare(self, arena: Arena, began: float) -> None:
         """Prepare host memory, and log when the memory is ready. The arena logs a failed allocation."""

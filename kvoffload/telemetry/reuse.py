@@ -237,7 +237,8 @@ class ReuseCurve:
             for disk in disks:
                 disk.forget(threshold)
             self._scale(threshold / self._threshold)
-            self._threshold, self.rate = threshold, threshold / _ALL
+            self._threshold = threshold
+            self.rate = threshold / _ALL
 
     def _scale(self, factor: float) -> None:
         self._distances = [count * factor for count in self._distances]

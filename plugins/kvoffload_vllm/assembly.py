@@ -111,14 +111,16 @@ def start_scheduler(
 
 def _kept_notes(offload: SchedulerSide, groups: VllmGroups) -> dict[Tier, KeptNotes]:
     """Return the notes beside the tables of the tiers whose blocks the next engine finds, and let the catalogs open them."""
-    tokens, kept = max(group.block_tokens for group in groups.shape.groups), dict[Tier, KeptNotes]()
+    tokens = max(group.block_tokens for group in groups.shape.groups)
+    kept = dict[Tier, KeptNotes]()
     for tier, catalog in offload.catalogs.items():
         if isinstance(catalog, HostCatalog):
             kept[tier] = notes = KeptNotes(tokens)
             catalog.on_open = notes.open
         elif isinstance(catalog, DiskCatalog):
             kept[tier] = on_disk = DiskNotes(tokens)
-            catalog.on_open, catalog.on_write = on_disk.open, on_disk.flush
+            catalog.on_open = on_disk.open
+            catalog.on_write = on_disk.flush
     return kept
 
 

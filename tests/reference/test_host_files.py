@@ -26,7 +26,9 @@ from kvoffload.runtime import host_catalog
 from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.transfer.arena import Arena
 from tests.captured_logs import capture_logs
+from tests.gates import ManualExecutor
 from tests.reference.rig import BLOCK, KINDS, Rig, rig, slot_bytes, text
+from tests.runtime.manual_portal import ManualPortal
 
 PROMPT = text(1, 10 * BLOCK)
 NONE: Mapping[str, object] = {}
@@ -101,6 +103,25 @@ def killed(root: Path) -> Path:
     return Path(shutil.copytree(root, root / "copy" / "of"))
 
 
+def killed_while_storing(made: Rig, root: Path, prompt: tuple[int, ...] = PROMPT) -> tuple[Path, set[SlotId]]:
+    """Return what an engine leaves that is killed while it stores a prompt, and the slots under its copies."""
+    made.hold()
+    made.submit(prompt)
+    for _ in range(5):
+        made.step()
+    written = {slot for job in made.offload.state.jobs.open.values() for slot in job.slots}
+    assert written
+    left = killed(root)
+    made.release()
+    made.drain()
+    return left, written
+
+
+def kept_back(made: Rig) -> set[int]:
+    pool = made.offload.state.pool
+    return {slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) is SlotState.QUARANTINED}
+
+
 def indexed(made: Rig) -> dict[int, bytes]:
     return {int(slot): bytes(key) for key, slot in made.offload.state.pool.index.items()}
 
@@ -112,38 +133,20 @@ def test_r20_an_engine_killed_in_the_middle_of_stores_leaves_its_other_blocks(
     made = start(ranks=ranks)
     made.run(PROMPT)
     before = indexed(made)
-    made.hold()
-    made.submit(text(2, 8 * BLOCK))
-    for _ in range(5):
-        made.step()
-    written = {slot for job in made.offload.state.jobs.open.values() for slot in job.slots}
-    assert written
-    left = killed(shared_memory)
-    made.release()
-    made.drain()
+    left, written = killed_while_storing(made, shared_memory, text(2, 8 * BLOCK))
     made = start(path=left, ranks=ranks)
     assert indexed(made) == before
     # This process is the one that was killed, so its copies may still write.
     made.pass_time(2)
     made.step()
-    pool = made.offload.state.pool
-    assert {
-        slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) is SlotState.QUARANTINED
-    } == written
+    assert kept_back(made) == written
     assert loaded(made) == len(PROMPT) // BLOCK - 1
 
 
 def test_r20_slots_under_copies_of_a_killed_engine_come_back_once_its_processes_have_ended(
     start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = start()
-    made.hold()
-    made.submit(PROMPT)
-    for _ in range(5):
-        made.step()
-    left = killed(shared_memory)
-    made.release()
-    made.drain()
+    left, _ = killed_while_storing(start(), shared_memory)
     runs: list[bool | None] = [True]
     monkeypatch.setattr(host_catalog, "may_run", lambda process: runs[0])
     made = start(path=left)
@@ -346,26 +349,46 @@ def test_r20_a_reset_that_cannot_remove_the_table_says_so(
 def test_r20_slots_under_old_copies_are_kept_back_although_the_kv_cannot_be_identified(
     start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = start()
-    made.hold()
-    made.submit(PROMPT)
-    for _ in range(5):
-        made.step()
-    written = {slot for job in made.offload.state.jobs.open.values() for slot in job.slots}
-    left = killed(shared_memory)
-    made.release()
-    made.drain()
+    left, written = killed_while_storing(start(), shared_memory)
 
     def fail(self: HostCatalog, found: object) -> None:
         raise DiskError("the weights cannot be read")
 
     monkeypatch.setattr(HostCatalog, "_identified", fail)
     made = start(path=left)
-    pool = made.offload.state.pool
-    kept_back = {slot for slot in range(pool.capacity) if pool.state(SlotId(slot)) is SlotState.QUARANTINED}
-    assert kept_back == written != set()
+    assert kept_back(made) == written
     made.run(PROMPT)
     made.assert_clean()
+
+
+def test_slots_wait_at_most_ten_seconds_for_the_identity_of_what_is_in_them(
+    start: StartEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the limit, a start that reads all weights would offload nothing for minutes."""
+    start().run(PROMPT)
+    identifier = ManualExecutor()
+    real = ManualPortal.new_executor
+
+    def new_executor(self: ManualPortal, purpose: str, threads: int = 1) -> ManualExecutor:
+        return identifier if purpose == "host-identity" else real(self, purpose, threads)
+
+    monkeypatch.setattr(ManualPortal, "new_executor", new_executor)
+    with capture_logs() as logs:
+        made = start(drains=False)
+        made.step(9)
+        made.step(1)
+        assert made.offload.state.pool.capacity == 0
+        for _ in range(5):  # one for each fact
+            made.step(1)
+    assert [line["cause"] for line in logs if line["event"] == "host_memory_not_adopted"] == [
+        "not_identified"
+    ]
+    assert (indexed(made), made.offload.state.pool.capacity) == ({}, 200)
+    made.run(PROMPT)
+    identifier.run_next()
+    monkeypatch.undo()
+    # What this engine stored is found, because its KV was identified in the end.
+    assert loaded(start()) == len(PROMPT) // BLOCK - 1
 
 
 @pytest.mark.parametrize("size", [4096, -4096])
