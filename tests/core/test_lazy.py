@@ -5,6 +5,7 @@ import pytest
 from kvoffload.core.planners import EagerPlanner, LazyPlanner
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.groups import GroupSpec
+from tests.core.disk_world import DiskWorld
 from tests.core.world import TEXT, World, full, keys_of
 
 
@@ -160,3 +161,17 @@ def test_another_block_with_a_key_that_is_being_stored_is_not_offered() -> None:
     assert world.offered() == 4
     world.drain()
     assert world.on_host(TEXT) == "xxx"
+
+
+@pytest.mark.parametrize("some_private", [False, True])
+def test_r18_of_a_lazily_stored_block_it_is_not_known_whose_it_is(some_private: bool) -> None:
+    """Once some request's blocks must not outlive the process, none is found later that no request offers."""
+    world = DiskWorld(policy="lazy", device=40, host=64, disk=64, min_hits=0, keeps=True)
+    texts = [f"{number}bcdefghijklm" for number in range(20)]
+    for number, text in enumerate(texts):
+        world.persists = not some_private or number > 0
+        world.serve_again(f"r{number}", text)
+    stored = [key for text in texts for key in keys_of(text, world.groups[0]) if key in world.pool.index]
+    assert stored
+    found = [key for key in stored if key in world.table.values() or key in world.disk.pool.index]
+    assert len(found) == (0 if some_private else len(stored))
