@@ -8,7 +8,8 @@ bytes are moved.
 
 The table of host slots has the ids of the files that it is about. A process that opens the file gives it a new id before
 the first report to its scheduler's process, because no copy starts before that. So a table counts only until the next
-engine steps, and then only if that engine's scheduler takes the table over.
+engine steps, and then only if that engine's scheduler takes the table over. Other engines read a file with
+`kvoffload.transfer.node`, as long as it has the id that its table names.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
     from kvoffload.node.folder import Claim
     from kvoffload.transfer.layout import DeviceLayout
 
-_MAGIC, _VERSION = b"KVOARENA", 1
-_HEADER = struct.Struct(f"<8sIIQQ16s{ID_BYTES}s")  # magic, version, rank, slots in a chunk, slots, shape, id
+_MAGIC, _VERSION = b"KVOARENA", 2
+_HEADER = struct.Struct(f"<8sIIQQQQ16s{ID_BYTES}s")  # magic, version, then the fields of `FileHeader`
 _SUM = struct.Struct("<Q")
 _NO_ID = bytes(ID_BYTES)
 # MADV_POPULATE_READ and MADV_POPULATE_WRITE, which Python does not name. Of memory that is there, READ maps several pages
@@ -110,7 +111,7 @@ class HostFile:
     def begin(self) -> None:
         """Give the file its new id: copies may change its bytes from now on. Calling it again does nothing."""
         if not self._has_begun:
-            os.pwrite(self._descriptor, _header(self.shape, self.slots, self.id), 0)
+            os.pwrite(self._descriptor, _header(self.shape, self.slots, self.slots, self.id).packed(), 0)
             self._has_begun = True
 
     def take(self, first: int, size: int) -> int:
@@ -146,7 +147,7 @@ class HostFile:
 
     def remove(self) -> None:
         """Remove the file's name. The memory stays until no process maps it."""
-        for name in (_name(self.shape.rank), _sums_name(self.shape.rank)):
+        for name in (file_name(self.shape.rank), sums_name(self.shape.rank)):
             self._claim.folder.unlink(name)
 
     def close(self, *, may_still_write: bool) -> None:
@@ -159,6 +160,41 @@ class HostFile:
         self._claim.close(may_still_write=may_still_write)
 
 
+class FileHeader(NamedTuple):
+    """What a rank's file says about itself.
+
+    Args:
+        rank: the rank.
+        chunk_slots: how many slots a chunk has.
+        slots: the number of slots.
+        kept: how many slots, from the first on, have the bytes of the process that gave the file its id.
+        moves: how often slots have changed their places since then.
+        digest: `RankShape.digest`.
+        id: the file's id.
+    """
+
+    rank: int
+    chunk_slots: int
+    slots: int
+    kept: int
+    moves: int
+    digest: bytes
+    id: bytes
+
+    @classmethod
+    def read(cls, descriptor: int) -> FileHeader | None:
+        """Return the header of an open file; None if it is damaged."""
+        data = os.pread(descriptor, _HEADER.size + _SUM.size, 0)
+        if len(data) < _HEADER.size + _SUM.size:
+            return None
+        found = cls(*_HEADER.unpack_from(data)[2:])
+        return found if found.packed().startswith(data) else None
+
+    def packed(self) -> bytes:
+        packed = _HEADER.pack(_MAGIC, _VERSION, *self)
+        return (packed + _SUM.pack(xxh3_64_intdigest(packed))).ljust(PAGE, b"\0")
+
+
 def open_host_file(claim: Claim, shape: RankShape, slots: int) -> HostFile:
     """Open a rank's file in its engine's folder, which `HostFile.close` unlocks. Create a missing file.
 
@@ -167,25 +203,25 @@ def open_host_file(claim: Claim, shape: RankShape, slots: int) -> HostFile:
     Raises:
         ConfigError: the file cannot be used.
     """
-    folder, name = claim.folder, _name(shape.rank)
+    folder, name = claim.folder, file_name(shape.rank)
     try:
         descriptor = folder.open(name, os.O_RDWR | os.O_CREAT)
-        previous, had = _read_header(folder, name, descriptor, shape)
-        os.pwrite(
-            descriptor, _header(shape, 0, _NO_ID), 0
-        )  # until the bytes are in their places, no table counts
-        if not previous:
+        found = _read_header(folder, name, descriptor, shape)
+        # until the bytes are in their places, no table counts
+        os.pwrite(descriptor, _header(shape, 0, 0, _NO_ID).packed(), 0)
+        kept, moves, previous = 0, 0, b""
+        if found is None:
             os.ftruncate(descriptor, PAGE)
-        kept = min(had, slots)
-        if kept:
-            _move_last_chunk(descriptor, shape, had, slots)
+        else:
+            kept, moves, previous = min(found.kept, slots), found.moves + (found.slots != slots), found.id
+            _move_last_chunk(descriptor, shape, found.slots, slots)
         size = _size(shape, slots)
         os.ftruncate(descriptor, size)
         end = os.lseek(descriptor, 0, os.SEEK_HOLE)
         memory = mmap.mmap(descriptor, size)
         advise(memory)
         sums = None if shape.verify == "off" else _open_sums(folder, shape.rank, slots)
-        os.pwrite(descriptor, _header(shape, slots, previous or _NO_ID), 0)
+        os.pwrite(descriptor, _header(shape, slots, kept, previous or _NO_ID, moves).packed(), 0)
     except (OSError, DiskError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError([f"host_path: {folder.path / name} cannot be used: {reason}"]) from error
@@ -196,11 +232,11 @@ def _new_id() -> bytes:
     return secrets.token_bytes(ID_BYTES)
 
 
-def _name(rank: int) -> str:
+def file_name(rank: int) -> str:
     return f"rank{rank}"
 
 
-def _sums_name(rank: int) -> str:
+def sums_name(rank: int) -> str:
     return f"sums{rank}"
 
 
@@ -208,26 +244,24 @@ def _size(shape: RankShape, slots: int) -> int:
     return PAGE + -(-slots // shape.chunk_slots) * shape.pitch
 
 
-def _header(shape: RankShape, slots: int, file_id: bytes) -> bytes:
-    packed = _HEADER.pack(_MAGIC, _VERSION, shape.rank, shape.chunk_slots, slots, shape.digest, file_id)
-    return (packed + _SUM.pack(xxh3_64_intdigest(packed))).ljust(PAGE, b"\0")
+def _header(shape: RankShape, slots: int, kept: int, file_id: bytes, moves: int = 0) -> FileHeader:
+    return FileHeader(shape.rank, shape.chunk_slots, slots, kept, moves, shape.digest, file_id)
 
 
-def _read_header(folder: OpenFolder, name: str, descriptor: int, shape: RankShape) -> tuple[bytes, int]:
-    """Return a file's id and number of slots; no id if the next process must not use the bytes. Log why."""
-    data = os.pread(descriptor, PAGE, 0)
-    if not data:
-        return b"", 0
-    if len(data) == PAGE:
-        *_, slots, _, file_id = _HEADER.unpack_from(data)
-        is_whole = os.fstat(descriptor).st_size >= _size(shape, slots)
-        if is_whole and data == _header(shape, slots, file_id):
-            return (file_id, slots) if file_id != _NO_ID else (b"", 0)
+def _read_header(folder: OpenFolder, name: str, descriptor: int, shape: RankShape) -> FileHeader | None:
+    """Return a file's header; None if the next process must not use the bytes. Log why."""
+    size = os.fstat(descriptor).st_size
+    if not size:
+        return None
+    found = FileHeader.read(descriptor)
+    if found is not None and size >= _size(shape, found.slots):
+        if found == _header(shape, found.slots, found.kept, found.id, found.moves):
+            return found if found.id != _NO_ID else None
     path = str(folder.path / name)
     log.warning(
         "host_memory_replaced", file=path, reason="it is of other blocks, another verify, damaged or cut"
     )
-    return b"", 0
+    return None
 
 
 def _move_last_chunk(descriptor: int, shape: RankShape, had: int, wanted: int) -> None:
@@ -251,7 +285,7 @@ def _move_last_chunk(descriptor: int, shape: RankShape, had: int, wanted: int) -
 
 
 def _open_sums(folder: OpenFolder, rank: int, slots: int) -> NDArray[np.uint64]:
-    descriptor = folder.open(_sums_name(rank), os.O_RDWR | os.O_CREAT)
+    descriptor = folder.open(sums_name(rank), os.O_RDWR | os.O_CREAT)
     try:
         size = max(8 * slots, os.fstat(descriptor).st_size)
         os.posix_fallocate(descriptor, 0, size)

@@ -54,3 +54,17 @@ def test_r20_pages_that_an_old_device_has_pinned_are_not_those_of_other_slots(
     assert os.read(pinned, 4096) == b"a" * 4096
     os.close(pinned)
     new.close(may_still_write=False)
+
+
+def test_r20_slots_that_a_smaller_start_has_cut_off_are_not_kept_by_larger_ones(shared_memory: Path) -> None:
+    """The smaller and the first larger start end before their first report, so the file keeps its id."""
+    old = opened(shared_memory, "old", 40)
+    old.begin()
+    old.take(0, SHAPE.chunk_bytes(16))
+    old.close(may_still_write=False)
+    kept = []
+    for slots in (12, 40, 40):
+        file = opened(shared_memory, str(len(kept)), slots)
+        kept.append((file.kept, file.previous))
+        file.close(may_still_write=False)
+    assert kept == [(12, old.id)] * 3
