@@ -10,12 +10,12 @@ GREEN, RED, ORANGE, YELLOW, BLUE, GREY = "#5aa64b", "#d44a3a", "#e8862e", "#e5c3
 
 COLOURS: dict[str, str] = {
     # lookups, and the sources of tokens
-    "hit": GREEN, "miss": GREY, "opted_out": "#c9a0dc", "host": GREEN, "disk": "#2f8f8f", "remote": "#1f6f8f", "device": BLUE, "nothing": GREY, "computed": "#b8b8b8", "host, as vLLM counts": "#8fce7f",
+    "hit": GREEN, "miss": GREY, "opted_out": "#c9a0dc", "host": GREEN, "node": "#3fa07a", "disk": "#2f8f8f", "remote": "#1f6f8f", "device": BLUE, "nothing": GREY, "computed": "#b8b8b8", "host, as vLLM counts": "#8fce7f",
     # causes of misses
     "never_seen": "#b8b8b8", "no_state": "#c4a24a", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "lookahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
     "declined_stale": "#d8b98a", "declined_lease_limit": YELLOW, "declined_other": "#b89b62", "declined_not_ready": "#f0dd9a",
-    "declined_stalled": "#a33b4f", "stalled": "#7d2438", "on_disk": "#5b9aa0", "in_remote": "#3f7f86", "tier_opening": "#93c3c7", "lost": "#e0a0a0",
+    "declined_stalled": "#a33b4f", "stalled": "#7d2438", "on_node": "#7cc0a5", "on_disk": "#5b9aa0", "in_remote": "#3f7f86", "tier_opening": "#93c3c7", "lost": "#e0a0a0",
     "store_failed": "#b02a2a", "after_reset": "#a06bc9", "load_failed": "#e2685a", "load_declined": "#8a78c9",
     "limited": "#9a86b8", "corrupt": "#8b0000", "no_room": "#f0b429", "degraded": "#4d0f0f",
     # outcomes of stores and loads
@@ -47,6 +47,8 @@ COLOURS: dict[str, str] = {
     # host memory in files
     "adopted": GREEN, "nothing_left": GREY, "table_refused": ORANGE, "other_kv": "#3f7fbf", "not_identified": "#c4601a",
     "adopted blocks": BLUE, "adopted and read": GREEN, "attach": BLUE, "stopped engines": GREY,
+    # other engines' memory
+    "neighbours": GREEN, "their blocks": BLUE, "torn": YELLOW, "gone": GREY,
     # health
     "loads failed": RED, "oldest pin": GREEN, "oldest job": BLUE, "audits": GREEN, "stale positions": "#d8b98a",
     # predictions, by capacity: from too small to large

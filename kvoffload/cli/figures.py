@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COLOURS: dict[str, str] = {
     # sources of a prompt's tokens
-    "host": "#5aa64b", "disk": "#2f8f8f", "remote": "#1f6f8f", "device": "#4a86d0", "nothing": "#9a9a9a", "miss": "#9a9a9a", "opted_out": "#c9a0dc",
+    "host": "#5aa64b", "node": "#3fa07a", "disk": "#2f8f8f", "remote": "#1f6f8f", "device": "#4a86d0", "nothing": "#9a9a9a", "miss": "#9a9a9a", "opted_out": "#c9a0dc",
     # states of host slots
     "ready": "#4a86d0", "filling": "#7fb3ea",
     # directions of copies

@@ -36,7 +36,7 @@ _TOKENS = "kvoffload_lookup_tokens_total"
 _MISSES = "kvoffload_miss_blocks_total"
 SAVED = "kvoffload_prefill_seconds_saved_total"
 _HOST_STATES = tuple(state.value for state in HostBytes)
-_HEADINGS = "engine, offloading, hit rate (now), tokens saved (per s), net s saved (per s), top miss cause, host, disk, remote"
+_HEADINGS = "engine, offloading, hit rate (now), tokens saved (per s), net s saved (per s), top miss cause, host, node, disk, remote"
 _NOTHING_TO_ADOPT = {"off", Adoption.OPENING.value, Adoption.NOTHING_LEFT.value}
 LOST = ("kvoffload_load_wait_seconds_sum", "kvoffload_interference_seconds_total")
 
@@ -86,6 +86,8 @@ class Row:
         host_bytes: the bytes of host memory that are wanted, reserved (pinned) and used.
         adoption: what the start did with the blocks that an earlier engine left; "off" without `host_path`.
         adopted_blocks, adopted_hit_blocks: the adopted blocks, and those of them that loads have read.
+        node: the state of the tier of other engines' memory; "off" if it is not used.
+        neighbours: how many other engines' memory this engine reads.
         disk: the disk tier's state; "off" without a disk tier.
         disk_bytes: the disk tier's capacity and the used bytes.
         remote: the remote tier's state; "off" without a remote tier.
@@ -106,6 +108,8 @@ class Row:
     adoption: str
     adopted_blocks: float
     adopted_hit_blocks: float
+    node: str
+    neighbours: float
     disk: str
     disk_bytes: dict[str, float]
     remote: str
@@ -243,6 +247,8 @@ def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
         adoption=next(iter(now.values("kvoffload_host_adoption", "result")), "off"),
         adopted_blocks=now.total("kvoffload_adopted_blocks_total"),
         adopted_hit_blocks=now.total("kvoffload_adopted_hit_blocks_total"),
+        node=_tier_state(now, "node"),
+        neighbours=now.total("kvoffload_neighbours"),
         disk=_tier_state(now, "disk"),
         disk_bytes={"capacity": capacity * disk_bytes, "used": (capacity - empty) * disk_bytes},
         remote=_tier_state(now, "remote"),
@@ -374,7 +380,7 @@ def table(servers: Iterable[Server]) -> RenderableType:
 
     shown = Table(*_HEADINGS.split(", "), box=None, pad_edge=False, header_style="bold")
     for row in (row for server in servers for row in server.rows()):
-        is_healthy = not row.off_because and not {row.disk, row.remote} & {"failing", "closed"}
+        is_healthy = not row.off_because and not {row.node, row.disk, row.remote} & {"failing", "closed"}
         shown.add_row(*_cells(row), style=None if is_healthy else "bold red")
     return shown
 
@@ -391,6 +397,7 @@ def _cells(row: Row) -> Iterator[str]:
     pinning = f", {_percent(_ratio(host['reserved'], host['wanted']))} pinned"
     more = f", 2x finds {row.predicted[2] - row.predicted[1]:+.0%}" if any(row.predicted.values()) else ""
     yield fill + (pinning if host["reserved"] < host["wanted"] else "") + _adopted(row) + more
+    yield f"{row.neighbours:.0f} engines, {row.node}" if row.neighbours else row.node
     disk = row.disk_bytes
     fill = f"{_percent(_ratio(disk['used'], disk['capacity']))} of {size_text(disk['capacity'])}, "
     yield (fill if disk["capacity"] else "") + row.disk

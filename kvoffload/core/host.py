@@ -11,7 +11,7 @@ from kvoffload.core.jobs import DeviceJob, Failure, InFlight, Jobs, Load, Stall
 from kvoffload.core.machine import JobState, SlotState
 from kvoffload.core.slots import SlotPool
 from kvoffload.core.tally import MissMemory, Tally
-from kvoffload.core.tiers import LowerTier, RemoteTier
+from kvoffload.core.tiers import LowerTier, NodeTier, RemoteTier
 from kvoffload.model import events
 from kvoffload.model.causes import DegradeCause, EvictionCause, MissCause, RejectionCause
 from kvoffload.model.facts import HostGrown, TierRestored
@@ -37,6 +37,8 @@ class HostState:
         self.tiers = tuple([kind(after_hits, self.jobs, names) for kind, after_hits in tiers])
         """The tiers below the host, in the order in which they are searched."""
         self.by_name: dict[Tier, LowerTier] = {tier.tier: tier for tier in self.tiers}
+        self.node = next((tier for tier in self.tiers if isinstance(tier, NodeTier)), None)
+        """The host memory of other engines on this machine; None if it is not used."""
         self.asked = next((tier for tier in self.tiers if isinstance(tier, RemoteTier)), None)
         """The tier that must be asked for a request's blocks, the lowest one; None without one."""
         self.pool = SlotPool()

@@ -29,7 +29,7 @@ from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.core.tier_store import TierStore, most_fetched
-from kvoffload.core.tiers import ON_DEVICE, Block, LayeredIndex, LowerTier, RemoteTier
+from kvoffload.core.tiers import ON_DEVICE, Block, HintTier, LayeredIndex, LowerTier
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import PrefixExceedsHost
@@ -82,25 +82,24 @@ class LowerTiers:
     # -- for requests -------------------------------------------------------------------------------------------
 
     def request_seen(self, record: RequestRecord) -> None:
-        """Fetch an arriving request's blocks, and ask for blocks that no other tier has."""
+        """Fetch an arriving request's blocks.
+
+        Other engines of this machine are searched for them first. The remote tier is asked for those that no tier has.
+        """
         for fetches in self._fetches:
             if fetches.warm:
                 fetches.leave(record.keys)
-        asked = self._state.asked
-        if (
-            asked is not None
-            and asked.is_usable
-            and self._state.degraded is None
-            and record.reads_cache
-            and record.persists
-            and (keys := self._wanted(record, asked))
-        ):
-            record.awaits_answer = True
-            asked.ask(record.request, keys)
+        node, asked = self._state.node, self._state.asked
+        if self._state.degraded is None and record.reads_cache and record.persists:
+            if node is not None and node.is_usable and not node.neighbours.is_empty:
+                node.look_for(self._wanted(record, node))
+            if asked is not None and asked.is_usable and (keys := self._wanted(record, asked)):
+                record.awaits_answer = True
+                asked.ask(record.request, keys)
         self._seen(record)
 
-    def _wanted(self, record: RequestRecord, asked: RemoteTier) -> list[BlockKey]:
-        """Return which of an arriving request's blocks a tier must be asked for.
+    def _wanted(self, record: RequestRecord, asked: HintTier) -> list[BlockKey]:
+        """Return which of an arriving request's blocks a tier must be asked for, unless a tier above has them.
 
         Mooncake protects each block that it is asked for from eviction, so only blocks that a fetch could use are
         asked for: not the blocks above the tier or after the last token that a lookup can find, and none at all
@@ -122,7 +121,8 @@ class LowerTiers:
         is_short = len(lacking) * state.shape.alignment < asked.least_tokens
         if is_short or limit < max(record.least_tokens, state.policy.min_load_tokens):
             return []
-        return [key for key in lacking if not _have(state.tiers[:-1], key)]
+        above = state.tiers[: state.tiers.index(asked)]
+        return [key for key in lacking if not _have(above, key)]
 
     def _seen(self, record: RequestRecord) -> None:
         """Fetch the blocks of an arriving request's prefix that only lower tiers have."""

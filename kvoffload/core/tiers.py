@@ -1,9 +1,9 @@
 """The tiers below the host, and an index that searches them together with the host.
 
 Each tier keeps its slots in the same kind of pool as the host. A disk slot stands for the same slot in every rank's
-file. A remote tier manages its blocks itself, and other engines write to the tier, too. So a slot of a remote tier is
-only a hint that the tier has a block, and the pool's size limits the number of hints. A fetch that finds nothing
-removes the hint. After a spill to a full remote tier, the tier may already have evicted the block again. So the hint of
+file. A remote tier manages its blocks itself, and other engines write to the tier, too; and other engines of the machine
+write their own memory. So a slot of such a tier is only a hint that the tier has a block, and the pool's size limits the
+number of hints. A fetch that finds nothing removes the hint. After a spill to a full remote tier, the tier may already have evicted the block again. So the hint of
 a spill prevents a second spill, but no request fetches the block until an answer of the tier has confirmed the hint.
 
 `tier_store` copies blocks, and `lower_tiers` decides which, for requests.
@@ -16,7 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from kvoffload.core.jobs import InFlight, Jobs, Spill
 from kvoffload.core.key_index import KeyIndex
@@ -25,7 +25,7 @@ from kvoffload.core.slots import SlotPool
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.ids import BlockKey, JobId, Rank, RequestId, SlotId
 from kvoffload.model.limit import AdaptiveLimit
-from kvoffload.model.wire import Direction, DiskRecord, Invalidate, Put, Tier, Use
+from kvoffload.model.wire import Direction, DiskRecord, Invalidate, NodeSlot, Put, Tier, Use
 
 _ABANDONED = JobState.ABANDONED
 
@@ -291,26 +291,18 @@ class DiskTier(LowerTier):
                 of_rank[put.slot] = put.sums[rank]
 
 
-class RemoteTier(LowerTier):
-    """A remote tier, which must be asked for a request's blocks. The tier is open once its namespace is known, and closed while it does not answer.
+class HintTier(LowerTier):
+    """A tier whose blocks other engines write, so that its slots are only hints that the tier has a block.
 
     A rank counts as failing until it reports that its calls to the tier work.
     """
 
-    tier = Tier.REMOTE
-
     def __init__(self, after_hits: int, jobs: Jobs, ranks: Sequence[Rank]) -> None:
         super().__init__(after_hits, jobs, ranks)
-        self.for_catalog: list[Ask] = []
-        self.pool.grow(MOST_HINTS)
         self.failing = set(ranks)
 
-    def ask(self, request: RequestId, keys: Sequence[BlockKey]) -> None:
-        """Add a query for a request's blocks, up to `MOST_ASKED` of them."""
-        self.for_catalog.append((request, tuple(keys[:MOST_ASKED])))
-
-    def note(self, found: Sequence[BlockKey], missing: Sequence[BlockKey]) -> None:
-        """Record the tier's answer. If hints of all `found` keys do not fit, record the first keys."""
+    def note(self, found: Sequence[BlockKey], missing: Iterable[BlockKey]) -> None:
+        """Record which blocks the tier has and lacks. If hints of all `found` keys do not fit, record the first keys."""
         index, spilling = self.pool.index, self.in_flight.keys
         self.unconfirmed.difference_update(found, missing)
         for key in missing:
@@ -320,6 +312,75 @@ class RemoteTier(LowerTier):
         slots, evicted = self.pool.reserve(new[: self.pool.room])
         self.unconfirmed.difference_update(evicted)
         self.pool.fill(slots[::-1])
+
+
+class Neighbours(Protocol):
+    """The host memory of other engines on this machine."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no other engine has any block."""
+
+    def find(self, keys: Sequence[BlockKey], /) -> list[BlockKey]:
+        """Return those of the keys whose blocks another engine has. Never waits."""
+
+    def places(self, keys: Sequence[BlockKey], /) -> list[NodeSlot]:
+        """Return where each block is."""
+
+
+class _Nobody:
+    is_empty = True
+
+    def find(self, _: Sequence[BlockKey], /) -> list[BlockKey]:
+        return []
+
+    def places(self, keys: Sequence[BlockKey], /) -> list[NodeSlot]:
+        return [NodeSlot()] * len(keys)
+
+
+class NodeTier(HintTier):
+    """The host memory of other engines on this machine. Blocks are fetched from it and never written to it.
+
+    Attributes:
+        neighbours: the other engines.
+    """
+
+    tier = Tier.NODE
+
+    def __init__(self, after_hits: int, jobs: Jobs, ranks: Sequence[Rank]) -> None:
+        super().__init__(after_hits, jobs, ranks)
+        self.neighbours: Neighbours = _Nobody()
+
+    def look_for(self, keys: Sequence[BlockKey]) -> None:
+        """Find out which blocks other engines have. The pool has as many slots as there were hints at once."""
+        found = self.neighbours.find(keys)
+        if (lacking := len(found) - self.pool.room) > 0:
+            self.pool.grow(min(self.pool.capacity + lacking, MOST_HINTS))
+        self.note(found, set(keys).difference(found))
+
+    def reuse(self, keys: Sequence[BlockKey]) -> None:
+        """Do nothing, because blocks are not written to this tier."""
+
+    def targets(self, keys: list[BlockKey], tier_slots: list[SlotId]) -> list[Any]:
+        return self.neighbours.places(keys)
+
+
+class RemoteTier(HintTier):
+    """A remote tier, which must be asked for a request's blocks.
+
+    The tier is open once its namespace is known, and closed while it does not answer.
+    """
+
+    tier = Tier.REMOTE
+
+    def __init__(self, after_hits: int, jobs: Jobs, ranks: Sequence[Rank]) -> None:
+        super().__init__(after_hits, jobs, ranks)
+        self.for_catalog: list[Ask] = []
+        self.pool.grow(MOST_HINTS)
+
+    def ask(self, request: RequestId, keys: Sequence[BlockKey]) -> None:
+        """Add a query for a request's blocks, up to `MOST_ASKED` of them."""
+        self.for_catalog.append((request, tuple(keys[:MOST_ASKED])))
 
     def put(self, job: Spill) -> None:
         indexed_key = self.pool.indexed_key

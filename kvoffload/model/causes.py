@@ -43,6 +43,9 @@ class MissCause(Cause):
     BEHIND_MISS = "behind_miss"  # the block comes after a missing one, so a prefix cannot contain the block
     LIMITED = "limited"  # the request's own limits exclude the block from loads, its tier from fetches, or its store
     STALLED = "stalled"  # no load may start while copies are stalled
+    ON_NODE = (
+        "on_node"  # another engine of this machine has the block, but the request could not wait for a fetch
+    )
     ON_DISK = "on_disk"  # the block is on the disk, but the request could not wait for a fetch
     IN_REMOTE = "in_remote"  # the block is in the remote tier, but the request could not wait for a fetch
     TIER_OPENING = "tier_opening"  # the lookup came before the disk's index was read
@@ -118,6 +121,15 @@ class RemoteFault(Cause):
     DENIED = "denied"  # the tier refused the credentials, or the credentials do not allow writes
     FULL = "full"
     OTHER = "other"
+
+
+class NodeLoss(Cause):
+    """Why a block could not be fetched from the host memory of another engine of this machine."""
+
+    TORN = "torn"  # the engine has written another block over it, or has begun to
+    GONE = (
+        "gone"  # the engine was reset, its memory was removed, cut or taken over, or no longer has the block
+    )
 
 
 class EvictionCause(Cause):

@@ -141,6 +141,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
         Bytes | None,
         _key("bytes that files of stopped engines in host_path may take", unset="host_bytes and an eighth"),
     ] = None
+    node_share: Annotated[
+        Switch, _key("fetch blocks from other engines of this machine that have the same host_path")
+    ] = True
     store_policy: Annotated[Policy, _key("store blocks once computed, or before the device evicts them")] = (
         "eager"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvoffload.model.causes import CopyOutcome, MissCause
 from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, RequestId, SlotId
@@ -24,8 +24,8 @@ class Tier(Enum):
 
     Attributes:
         miss_cause: for a tier below the host, why a block that only this tier has misses on the host; else None.
-        has_slots: whether the engine decides which block each of the tier's slots holds. A remote tier manages its
-            blocks itself, so the engine has only hints.
+        has_slots: whether the engine decides which block each of the tier's slots holds. Other engines of the machine
+            manage their memory themselves, and so does a remote tier: of these the engine has only hints.
     """
 
     miss_cause: MissCause | None
@@ -34,6 +34,7 @@ class Tier(Enum):
     DEVICE = "device"
     HOST = "host"
     # The tiers below the host, in the order in which they are searched.
+    NODE = "node", MissCause.ON_NODE, False
     DISK = "disk", MissCause.ON_DISK
     REMOTE = "remote", MissCause.IN_REMOTE, False
 
@@ -62,6 +63,7 @@ class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
 
         tier     targets                        extra
         HOST     device blocks                  the request that waits for the load; None for a store
+        NODE     slots of other engines         nothing
         DISK     slots of the ranks' files      for a fetch, every rank's checksum of each slot; empty for a spill
         REMOTE   the blocks' keys               the blocks' namespace in the remote tier
 
@@ -82,7 +84,24 @@ class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
     extra: ExtraT
 
 
+class NodeSlot(NamedTuple):
+    """A slot in the host memory of another engine on this machine.
+
+    Args:
+        engine: the name of the engine's folder; empty if no engine has the block any more.
+        generation: names the engine's table.
+        slot: the slot.
+        number: the slot's sequence number in the table. While the table has it, the slot holds the same block.
+    """
+
+    engine: str = ""
+    generation: bytes = b""
+    slot: SlotId = SlotId(0)
+    number: int = 0
+
+
 DeviceJob: TypeAlias = CopyJob[DeviceBlockId, RequestId | None]
+NodeJob: TypeAlias = CopyJob[NodeSlot, tuple[()]]
 DiskJob: TypeAlias = CopyJob[SlotId, tuple[tuple[int, ...], ...]]
 RemoteJob: TypeAlias = CopyJob[BlockKey, str]
 AnyJob: TypeAlias = CopyJob[Any, Any]
@@ -127,7 +146,7 @@ class JobReport(Message, frozen=True):
         sums: after a successful spill, the checksum of the rank's shard of each block.
         stuck: positions in the job that a hung disk call may still write: file slots for a spill, host slots for a
             fetch.
-        missing: positions in the job for which the remote tier has no value. A successful job has copied all other
+        missing: positions in the job for which a tier without slots has no value. A successful job has copied all other
             positions.
     """
 
@@ -167,8 +186,9 @@ class TierStatus(Message, frozen=True):
         works: whether the rank makes calls. False if the rank cannot open the tier, if a call hangs, or if too many
             calls have failed.
         file: the rank's file of slots, if the tier has one and it is open.
-        faults: for each `RemoteFault`, in order, how many of the rank's calls have failed or were refused so far; empty
-            if they are not counted.
+        faults: for each `RemoteFault`, in order, how many of the rank's calls have failed or were refused so far; for
+            the memory of other engines, for each `NodeLoss`, how many blocks could not be fetched; empty if they are not
+            counted.
     """
 
     tier: Tier

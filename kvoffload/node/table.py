@@ -1,15 +1,18 @@
 """The table of host slots: which block each slot holds, in memory that the next process finds.
 
-    | header: magic, format, generation, slots, boot, fingerprint, ids of the ranks' files, checksum |
-    | sequence of each slot | time of each slot's last use | record of each slot: check, length, key  |
+    | header: magic, format, generation, reset, slots, boot, fingerprint, ids of the ranks' files, checksum |
+    | number of changes | ring: the slots that changed last                                               |
+    | sequence of each slot | time of each slot's last use | record of each slot: check, length, key      |
 
 A slot's sequence number is odd while a copy may write the slot, and even otherwise. It grows with every change, and of
 two slots, the one that was published later has the larger one. So a slot is *invalidated* before a plan lets workers write to it, and *published* when every rank has written it: first the
 record, then the number. A record counts only if its number is even, if it has a key, and if its check fits key, slot
-and generation. A closed table has another magic: after a reset, nothing in it counts any more.
+and generation. A closed table has another magic: after a reset, nothing in it counts any more. Nor does a table count
+that was begun before the last reset of any engine of its kind (`kvoffload.node.resets`).
 
 A new process reads the table of the process before (`read_table`) and writes a new one with what it adopts
-(`HostTable.create`), which replaces the old one by its name.
+(`HostTable.create`), which replaces the old one by its name. Other engines follow the table while it is written
+(`kvoffload.node.neighbour`).
 """
 
 from __future__ import annotations
@@ -19,9 +22,9 @@ import os
 import secrets
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -29,20 +32,25 @@ from xxhash import xxh3_64_intdigest
 from kvoffload.disk.open_folder import FINGERPRINT_BYTES, OpenFolder
 from kvoffload.disk.system import round_up
 from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.node.resets import NO_RESET
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 TABLE_NAME, _NEW = "table", "table.new"
 ID_BYTES = 16
-_MAGIC, _CLOSED, _VERSION = b"KVOHOSTS", b"KVCLOSED", 1
+RING = 4096
+"""How many of the last changed slots the table names."""
+_MAGIC, _CLOSED, _VERSION = b"KVOHOSTS", b"KVCLOSED", 2
 _BOOT_BYTES = 36
-# magic, version, number of ranks, generation, slots, boot id, fingerprint; then the ids of the ranks' files
-_HEADER = struct.Struct(f"<8sII8sQ{_BOOT_BYTES}s{FINGERPRINT_BYTES}s")
+# magic, version, number of ranks, generation, reset, slots, boot id, fingerprint; then the ids of the ranks' files
+_HEADER = struct.Struct(f"<8sII8s8sQ{_BOOT_BYTES}s{FINGERPRINT_BYTES}s")
 _SUM = struct.Struct("<Q")
 _KEY_BYTES = 71
 _RECORD = struct.Struct(f"<QB{_KEY_BYTES}s")
+RECORD_BYTES = _RECORD.size
 _NUMBER_BYTES = 8
+_RING_NUMBER_BYTES = 4
 
 
 class NotATable(Exception):
@@ -69,12 +77,14 @@ class TableHeader:
         files: the ids of the ranks' files, in the order of the ranks.
         fingerprint: the fingerprint of the KV; empty until it is known.
         generation: random bytes of this table.
+        reset: names the last reset before the table was begun; see `kvoffload.node.resets`.
     """
 
     slots: int
     files: tuple[bytes, ...]
     fingerprint: str = ""
     generation: bytes = b""
+    reset: bytes = NO_RESET
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +112,14 @@ class HostTable:
     def __init__(self, header: TableHeader, memory: mmap.mmap) -> None:
         self.header = header
         self._memory = memory
-        first, numbers = _places(header)
+        places = places_of(header)
         view = memoryview(memory)
-        self._numbers = view[first : first + numbers].cast("Q")
-        self._used_at = np.frombuffer(memory, np.float64, header.slots, first + numbers)
-        self._records = first + 2 * numbers
+        self._numbers = view[places.numbers : places.used_at].cast("Q")
+        self._used_at = np.frombuffer(memory, np.float64, header.slots, places.used_at)
+        self._records = places.records
         self._last = 0  # the largest sequence number so far
+        self._changes = view[places.changes : places.changes + _NUMBER_BYTES].cast("Q")
+        self._ring = view[places.ring : places.numbers].cast("I")
 
     @classmethod
     def create(cls, folder: OpenFolder, header: TableHeader, left: Left | None = None) -> HostTable:
@@ -121,11 +133,11 @@ class HostTable:
         Raises:
             OSError: the file cannot be written.
         """
-        header = TableHeader(header.slots, header.files, header.fingerprint, secrets.token_bytes(8))
+        header = replace(header, generation=secrets.token_bytes(8))
         descriptor = folder.make_file(_NEW)
         try:
-            os.posix_fallocate(descriptor, 0, _size(header))
-            memory = mmap.mmap(descriptor, _size(header))
+            os.posix_fallocate(descriptor, 0, places_of(header).end)
+            memory = mmap.mmap(descriptor, places_of(header).end)
         finally:
             os.close(descriptor)
         table = cls(header, memory)
@@ -141,7 +153,7 @@ class HostTable:
 
     def identify(self, fingerprint: str) -> None:
         """Record the KV's fingerprint. Without one, no later process counts the table. A closed table stays closed."""
-        self.header = TableHeader(self.header.slots, self.header.files, fingerprint, self.header.generation)
+        self.header = replace(self.header, fingerprint=fingerprint)
         packed, magic = _packed(self.header), len(_MAGIC)
         # The magic stays as it is, because another thread may have closed the table meanwhile.
         self._memory[magic : len(packed)] = packed[magic:]
@@ -149,12 +161,14 @@ class HostTable:
     def invalidate(self, slot: SlotId) -> None:
         """Record that copies may write a slot from now on, so that its bytes are of no block."""
         self._numbers[slot] |= 1
+        self._changed(slot)
 
     def free(self, slot: SlotId) -> None:
         """Record that no copy writes a slot any more, which has no block."""
         self._numbers[slot] |= 1
         _RECORD.pack_into(self._memory, self._records + slot * _RECORD.size, 0, 0, b"")
         self._last = self._numbers[slot] = self._last + 2
+        self._changed(slot)
 
     def publish(self, slot: SlotId, key: BlockKey, used_at: float) -> None:
         """Record a slot's block, which every rank has written. Publish parents before their children.
@@ -169,6 +183,13 @@ class HostTable:
         check = _check(key, slot, self.header.generation)
         _RECORD.pack_into(self._memory, self._records + slot * _RECORD.size, check, len(key), key)
         self._last = self._numbers[slot] = self._last + 2
+        self._changed(slot)
+
+    def _changed(self, slot: SlotId) -> None:
+        """Let engines that follow the table find a slot, which has its new number already."""
+        changes = self._changes[0]
+        self._ring[changes % RING] = slot
+        self._changes[0] = changes + 1
 
     def use(self, first: int, used_at: NDArray[np.float64]) -> None:
         """Record when slots from `first` on were last used. Earlier times than the recorded ones change nothing."""
@@ -180,12 +201,13 @@ class HostTable:
         self._memory[: len(_CLOSED)] = _CLOSED
 
 
-def read_table(folder: OpenFolder, files: tuple[bytes, ...]) -> Left | None:
+def read_table(folder: OpenFolder, files: tuple[bytes, ...], reset: bytes = NO_RESET) -> Left | None:
     """Return what the process before left in the folder's table; None without a table.
 
     Args:
         folder: the locked folder.
         files: the ids that the ranks' files had before this process opened them.
+        reset: names the last reset of an engine of this kind.
 
     Raises:
         NotATable: the table is closed or damaged, or about other files.
@@ -196,20 +218,22 @@ def read_table(folder: OpenFolder, files: tuple[bytes, ...]) -> Left | None:
             data = file.read()
     except FileNotFoundError:
         return None
-    header, was_closed = _read_header(data)
-    first, numbers = _places(header)
-    if len(data) < _size(header):
+    header, was_closed = read_header(data)
+    places = places_of(header)
+    if len(data) < places.end:
         raise NotATable(f"its {len(data)} bytes end before the last of {header.slots} slots")
-    sequence = np.frombuffer(data, np.uint64, header.slots, first)
+    sequence = np.frombuffer(data, np.uint64, header.slots, places.numbers)
     is_unsettled = sequence & np.uint64(1) == 1
     unsettled: list[SlotId] = np.flatnonzero(is_unsettled).tolist()  # type: ignore[assignment]  # numbers of slots
     if was_closed:
         raise NotATable("the engine before was reset, or its state was in doubt", unsettled, was_closed=True)
+    if header.reset != reset:
+        raise NotATable("an engine that shares this memory was reset", unsettled, was_closed=True)
     if header.files != files:
         raise NotATable("it is about other files of the ranks", unsettled)
-    used_at = np.frombuffer(data, np.float64, header.slots, first + numbers)
+    used_at = np.frombuffer(data, np.float64, header.slots, places.used_at)
     slots, keys = _blocks(
-        data, first + 2 * numbers, np.flatnonzero(~is_unsettled & (sequence > 0)).tolist(), header
+        data, places.records, np.flatnonzero(~is_unsettled & (sequence > 0)).tolist(), header
     )
     found = np.array(slots, np.int64)
     # Among blocks used at once, the parents were published first, and must be evicted last (R15).
@@ -229,7 +253,7 @@ def remove_table(folder: OpenFolder) -> None:
 
 def table_bytes(slots: int, ranks: int) -> int:
     """Return how many bytes a table takes."""
-    return _size(TableHeader(slots, (b"",) * ranks))
+    return places_of(TableHeader(slots, (b"",) * ranks)).end
 
 
 def boot_id() -> str:
@@ -242,12 +266,18 @@ def _blocks(
 ) -> tuple[list[SlotId], list[BlockKey]]:
     found, keys = list[SlotId](), list[BlockKey]()
     for slot in slots:
-        check, length, padded = _RECORD.unpack_from(data, start + slot * _RECORD.size)
-        key = BlockKey(padded[:length])
-        if length and check == _check(key, slot, header.generation):
+        key = key_at(data, start + slot * RECORD_BYTES, slot, header.generation)
+        if key is not None:
             found.append(SlotId(slot))
             keys.append(key)
     return found, keys
+
+
+def key_at(data: bytes, start: int, slot: int, generation: bytes) -> BlockKey | None:
+    """Return the key in a slot's record; None if there is none, or if the record is damaged."""
+    check, length, padded = _RECORD.unpack_from(data, start)
+    key = BlockKey(padded[:length])
+    return key if length and check == _check(key, slot, generation) else None
 
 
 def _check(key: BlockKey, slot: int, generation: bytes) -> int:
@@ -260,6 +290,7 @@ def _packed(header: TableHeader) -> bytes:
         _VERSION,
         len(header.files),
         header.generation,
+        header.reset,
         header.slots,
         boot_id().encode(),
         header.fingerprint.encode(),
@@ -267,22 +298,27 @@ def _packed(header: TableHeader) -> bytes:
     return packed + _SUM.pack(xxh3_64_intdigest(packed))
 
 
-def _read_header(data: bytes) -> tuple[TableHeader, bool]:
+def read_header(data: bytes) -> tuple[TableHeader, bool]:
     """Return a table's header, and whether the table was closed.
+
+    Args:
+        data: the beginning of the table, up to the number of changes or longer.
 
     Raises:
         NotATable: there is no header, or it is damaged.
     """
     if len(data) < _HEADER.size:
         raise NotATable(f"it has {len(data)} bytes")
-    magic, version, ranks, generation, slots, boot, fingerprint = _HEADER.unpack_from(data)
+    magic, version, ranks, generation, reset, slots, boot, fingerprint = _HEADER.unpack_from(data)
     if magic not in (_MAGIC, _CLOSED) or version != _VERSION:
         raise NotATable(
             f"it begins with {magic!r} in version {version}, not with {_MAGIC!r} in version {_VERSION}"
         )
     ids = data[_HEADER.size : _HEADER.size + ranks * ID_BYTES]
     files = tuple([ids[start : start + ID_BYTES] for start in range(0, len(ids), ID_BYTES)])
-    header = TableHeader(slots, files, fingerprint.rstrip(b"\0").decode("ascii", "replace"), generation)
+    header = TableHeader(
+        slots, files, fingerprint.rstrip(b"\0").decode("ascii", "replace"), generation, reset
+    )
     packed = _MAGIC + data[len(_MAGIC) : _HEADER.size] + ids
     if data[len(packed) : len(packed) + _SUM.size] != _SUM.pack(xxh3_64_intdigest(packed)):
         raise NotATable("its header is damaged")
@@ -291,13 +327,22 @@ def _read_header(data: bytes) -> tuple[TableHeader, bool]:
     return header, magic == _CLOSED
 
 
-def _places(header: TableHeader) -> tuple[int, int]:
-    """Return where the sequence numbers begin, and how many bytes they take."""
-    return round_up(_HEADER.size + len(header.files) * ID_BYTES + _SUM.size), round_up(
-        header.slots * _NUMBER_BYTES
-    )
+class Places(NamedTuple):
+    """Where the parts of a table begin; the number of changes ends the header."""
+
+    changes: int
+    ring: int
+    numbers: int
+    used_at: int
+    records: int
+    end: int
 
 
-def _size(header: TableHeader) -> int:
-    first, numbers = _places(header)
-    return first + 2 * numbers + header.slots * _RECORD.size
+def places_of(header: TableHeader) -> Places:
+    """Return where the parts of a table begin. The ring has `RING` numbers of slots, in the order of the changes."""
+    changes = -(-(_HEADER.size + len(header.files) * ID_BYTES + _SUM.size) // _NUMBER_BYTES) * _NUMBER_BYTES
+    ring = round_up(changes + _NUMBER_BYTES)
+    numbers = ring + RING * _RING_NUMBER_BYTES
+    size = round_up(header.slots * _NUMBER_BYTES)
+    records = numbers + 2 * size
+    return Places(changes, ring, numbers, numbers + size, records, records + header.slots * _RECORD.size)

@@ -5,6 +5,7 @@
         else: identify the KV ─▶ the same as before ─▶ a new table with the old blocks, which the core adopts
     slots of the core changed ─▶ written to the table in the same hook, before a plan leaves it
     reset, or a fault ─▶ the table is closed, and this process writes none any more
+    reset ─▶ noted for all engines of this kind, because they may have copied blocks from before it
 
 The core gets slots only from here, as memory becomes ready: first all of them whose memory the ranks had prepared by
 then, in the order of use. Slots that copies of a killed process may still write are kept back until its processes have
@@ -15,6 +16,7 @@ Only the catalog's own thread waits for files. Writing to the table is a write t
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
@@ -22,12 +24,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from math import inf
+from pathlib import Path
 
 import numpy as np
 
 from kvoffload.core.slots import SlotChange
 from kvoffload.disk.identity import KVIdentity
-from kvoffload.disk.open_folder import OpenFolder
+from kvoffload.disk.open_folder import OpenFolder, open_folder
 from kvoffload.logs import get_logger
 from kvoffload.model import facts
 from kvoffload.model.causes import Adoption, RemoteFault
@@ -36,6 +39,7 @@ from kvoffload.model.ids import BlockKey, Rank, SlotId
 from kvoffload.model.wire import Put, SlotsFile, Tier, TransferReport
 from kvoffload.node.folder import Claim, HostPlace, bound_orphans, describe, list_kept, remove_files
 from kvoffload.node.processes import may_run
+from kvoffload.node.resets import NO_RESET, last_reset, note_reset, open_resets
 from kvoffload.node.table import HostTable, Left, NotATable, TableHeader, read_table, remove_table
 from kvoffload.runtime.portal import Portal
 
@@ -115,6 +119,8 @@ class HostCatalog:
         self._identifier = portal.new_executor("host-identity")
         self._identity: Future[KVIdentity] | None = None
         self._claim: Claim | None = None
+        self._resets: int | None = None  # the descriptor that notes a reset; open while the folder is claimed
+        self._reset_name = NO_RESET  # names the last reset before this process claimed the folder
         self._table: HostTable | None = None
         self._left: Left | None = None  # what the process before left, until it is known whose KV it is
         self._blocks = _Blocks.none()
@@ -170,6 +176,17 @@ class HostCatalog:
         if self.opening is not None:
             return Adoption.OPENING
         return Adoption.ADOPTED if self.adopted else Adoption.NOTHING_LEFT
+
+    @property
+    def shared(self) -> tuple[Path, TableHeader] | None:
+        """Return the folder and the header of the table that other engines may read; None if there is none.
+
+        Readable from any thread.
+        """
+        claim, table = self._claim, self._table
+        if claim is None or table is None or not table.header.fingerprint:
+            return None
+        return claim.folder.path, table.header
 
     def send(self, changes: Sequence[SlotChange]) -> None:
         """Write changed slots to the table. A plan may leave the engine only after that."""
@@ -250,20 +267,41 @@ class HostCatalog:
             self._add_reported()
 
     def _forget(self) -> None:
-        """Before the ranks' first reports, remove the table of the engine before, which no scheduler has taken over yet."""
-        if self._claim is None:
-            self._claim = self._place.claim()
-            remove_table(self._claim.folder)
+        """Note the reset for all engines of this kind.
+
+        Before the ranks' first reports, also remove the table of the engine before, which no scheduler has taken over
+        yet.
+        """
+        is_first = self._claim is None
+        claim = self._claimed()
+        assert self._resets is not None
+        note_reset(self._resets)
+        if is_first:
+            remove_table(claim.folder)
         self._has_forgotten = True
 
+    def _claimed(self) -> Claim:
+        """Return the engine's folder, which the first call claims."""
+        if self._claim is None:
+            claim = self._place.claim()
+            try:
+                with open_folder(claim.folder.path.parent) as kind:
+                    self._resets = open_resets(kind)
+                    self._reset_name = last_reset(kind)
+            except BaseException:
+                claim.close()
+                raise
+            self._claim = claim
+        return self._claim
+
     def _open(self) -> None:
-        self._claim = self._claim or self._place.claim()
+        claim = self._claimed()
         self._identity = self._identifier.submit(self._place.identify)
         # Listing folders may wait for other engines that choose theirs, so adoption does not wait for it.
         self._identifier.submit(self._count_orphans)
         previous = tuple(self._files[Rank(rank)].previous for rank in range(self._ranks))
         try:
-            self._left = read_table(self._claim.folder, previous)
+            self._left = read_table(claim.folder, previous, self._reset_name)
             self.opening = "identity of the weights"
             if self._left is None:
                 self._begin(None)
@@ -338,7 +376,8 @@ class HostCatalog:
         self._blocks = _Blocks.none() if left is None else _Blocks.of(left, kept)
         self.adopted = len(self._blocks.slots)
         self._end = 1 + max([*self._unsettled, *self._blocks.slots.tolist()], default=-1)
-        header = TableHeader(slots, tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks)))
+        files = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
+        header = TableHeader(slots, files, reset=self._reset_name)
         if self._is_trusted:
             self._table = HostTable.create(
                 self._claim.folder, header, self._blocks.left(header, self._unsettled)
@@ -402,6 +441,8 @@ class HostCatalog:
             self.distrust()
             remove_files(claim.folder)
         claim.close()
+        if self._resets is not None:
+            os.close(self._resets)
 
 
 class _Blocks:

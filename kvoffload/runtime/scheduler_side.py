@@ -27,6 +27,7 @@ from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers, OpenCopies
 from kvoffload.runtime.disk_catalog import DiskCatalog
 from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.host_catalog import HostCatalog
+from kvoffload.runtime.node_catalog import NodeCatalog
 from kvoffload.runtime.observation import Observation
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.tier_kinds import Catalog, Places, Scheduler, catalogs_of, states_of
@@ -431,6 +432,7 @@ class SchedulerSide:
             return {}
         assert portal is not None, "a tier below the host, or host memory in files, needs a portal"
         ranks, clocks, found = self.shape.ranks, self._clocks, dict[Tier, Catalog]()
+        host = None
         if Tier.HOST in places:
             used_at = self.core.state.pool.order.used_at
             found[Tier.HOST] = host = HostCatalog(
@@ -445,7 +447,10 @@ class SchedulerSide:
             )
             self.faults.in_doubt = host.distrust
             self._unopened = host
-        return found | catalogs_of(places, Scheduler(config, ranks, portal, clocks, key))
+        found |= catalogs_of(places, Scheduler(config, ranks, portal, clocks, key, host))
+        if isinstance(node := found.get(Tier.NODE), NodeCatalog) and self.core.state.node is not None:
+            self.core.state.node.neighbours = node
+        return found
 
     def _look_at_reset(self, *, is_new: bool = False) -> None:
         """Publish the end of the last reset, if all jobs that were open at the reset have ended or were abandoned."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from kvoffload.core.tiers import DiskTier, LowerTier, RemoteTier
+from kvoffload.core.tiers import DiskTier, LowerTier, NodeTier, RemoteTier
 from kvoffload.disk.folder import DiskPlace
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.slot_file import SlotShape
@@ -24,13 +24,18 @@ from kvoffload.node.folder import HostPlace
 from kvoffload.remote.address import RemotePlace, parse_address
 from kvoffload.remote.store import open_store
 from kvoffload.runtime.disk_catalog import DiskCatalog
+from kvoffload.runtime.host_catalog import HostCatalog
+from kvoffload.runtime.node_catalog import NodeCatalog
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.remote_catalog import RemoteCatalog
-from kvoffload.transfer.arena import Arena
+from kvoffload.transfer.arena import Arena, slots_in_chunk
 from kvoffload.transfer.checksums import Checksums
 from kvoffload.transfer.disk import THREADS as DISK_THREADS
 from kvoffload.transfer.disk import FileOpening, RankDisk
+from kvoffload.transfer.host_file import RankShape
 from kvoffload.transfer.layout import digest_of
+from kvoffload.transfer.node import THREADS as NODE_THREADS
+from kvoffload.transfer.node import RankNode
 from kvoffload.transfer.ports import Clock, Clocks
 from kvoffload.transfer.remote import RemoteMover, remote_calls
 from kvoffload.transfer.tier_jobs import TierJobs
@@ -94,6 +99,7 @@ class Scheduler:
         portal: provides threads that may wait for a tier.
         clocks: the clocks to read.
         key: authenticates what the tiers hold; None if all writers of these tiers are trusted.
+        host: the catalog of host memory in files; None if it lies in none.
     """
 
     config: OffloadConfig
@@ -101,6 +107,7 @@ class Scheduler:
     portal: Portal
     clocks: Clocks
     key: TierKey | None = None
+    host: HostCatalog | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +151,31 @@ class TierKind(NamedTuple):
     min_hits: Callable[[OffloadConfig], int]
     catalog: Callable[[Any, Scheduler], Catalog]
     copies: Callable[[Any, Worker], TierJobs]
+
+
+# -- the memory of other engines on this machine ----------------------------------------------------------------------
+
+
+def _node_place(*_: object) -> None:
+    """Return None: `places_of` adds the place, which is that of the engine's own host memory."""
+
+
+def _node_catalog(_: HostPlace, engine: Scheduler) -> NodeCatalog:
+    assert engine.host is not None, "an engine that reads other engines' memory has its own in files"
+    return NodeCatalog(engine.host, engine.portal, engine.clocks.monotonic, engine.clocks.sleep)
+
+
+def _node_copies(place: HostPlace, worker: Worker) -> RankNode:
+    layout = worker.arena.layout
+    return RankNode(
+        place.root / place.kind,
+        RankShape(worker.rank, layout, slots_in_chunk(layout), worker.config.verify),
+        worker.arena,
+        worker.portal.new_executor("node", threads=NODE_THREADS),
+        worker.clock,
+        timeout_s=worker.config.transfer_timeout_s,
+        checksums=worker.checksums,
+    )
 
 
 # -- the disk ------------------------------------------------------------------------------------------------------
@@ -203,6 +235,7 @@ def _remote_copies(place: RemotePlace, worker: Worker) -> TierJobs:
 # -- all tiers -----------------------------------------------------------------------------------------------------
 
 KINDS = (
+    TierKind(NodeTier, _node_place, lambda _: 1, _node_catalog, _node_copies),
     TierKind(DiskTier, _disk_place, lambda config: config.disk_min_hits, _disk_catalog, _disk_copies),
     TierKind(
         RemoteTier, _remote_place, lambda config: config.remote_min_hits, _remote_catalog, _remote_copies
@@ -242,7 +275,8 @@ def places_of(
     """
     found = {kind.state.tier: kind.place(config, identify, replica) for kind in KINDS}
     if engine is not None and config.host_path is not None:
-        found[Tier.HOST] = HostPlace(config.host_path, engine.kind, engine.life, identify)
+        found[Tier.HOST] = place = HostPlace(config.host_path, engine.kind, engine.life, identify)
+        found[Tier.NODE] = place if config.node_share else None
     return {tier: place for tier, place in found.items() if place is not None}
 
 

@@ -284,6 +284,8 @@ class WorkerSide:
             may_still_write = True
             log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
         if file is not None:
+            # A call that a tier does not answer may still read into host slots.
+            may_still_write |= any(tier.calls.is_busy for tier in self._tiers.values())
             if not self._config.host_keep:
                 file.remove()
             file.close(may_still_write=may_still_write)

@@ -7,7 +7,7 @@ dashboards' tests use the catalogue.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set, Sized
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import cached_property
@@ -24,6 +24,7 @@ from kvoffload.model.causes import (
     EvictionCause,
     LoadOutcome,
     MissCause,
+    NodeLoss,
     PinDropCause,
     RejectionCause,
     RemoteFault,
@@ -203,6 +204,12 @@ class Catalog(Protocol):
     def faults(self) -> Mapping[RemoteFault, int]: ...
 
 
+class NodeFiles(Protocol):
+    """The part of the catalog of other engines' memory that metric readers use."""
+
+    neighbours: Mapping[str, Sized]
+
+
 class HostFiles(Protocol):
     """The part of the catalog of host memory in files that metric readers use."""
 
@@ -338,6 +345,7 @@ class Metric:
 
 
 _WITH_SLOTS = tuple(tier for tier in LOWER_TIERS if tier.has_slots)
+_NODE = frozenset((Tier.NODE,))
 _REMOTE = frozenset((Tier.REMOTE,))
 _OF_ANY_TIER = MissCause.TIER_OPENING.value, EvictionCause.SPILL_BEHIND.value, LoadWait.FETCH.value
 # For label values that occur only on some engines: the lower tiers of which an engine must have at least one.
@@ -521,6 +529,17 @@ def _remote_errors(side: HostSide) -> Series:
     return {(fault.value,): sum(each) for fault, *each in found}
 
 
+def _neighbours(side: HostSide) -> Mapping[str, Sized]:
+    catalog = cast("NodeFiles | None", side.catalogs.get(Tier.NODE))
+    return {} if catalog is None else catalog.neighbours
+
+
+def _node_losses(side: HostSide) -> Series:
+    reported = [status for report in side.reports.values() for status in report.below]
+    counts = [status.faults for status in reported if status.tier is Tier.NODE]
+    return {(loss.value,): sum(each) for loss, *each in zip(NodeLoss, *counts, strict=False)}
+
+
 def _host_files(side: HostSide) -> HostFiles | None:
     """Return the catalog of host memory in files; None without `host_path`."""
     return cast("HostFiles | None", side.catalogs.get(Tier.HOST))
@@ -560,7 +579,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_lookups_deferred_total", "Lookups answered with 'not yet', because another request was loading the same prefix, blocks were being fetched from a tier below the host, or requests with loads needed the device's blocks. Each wait counts once, however often the engine asks.", Kind.COUNTER, (Label("reason", Deferral),), "lookups", counts={events.LookupDeferred: None}),
     Metric("kvoffload_fetched_tokens_total", "Tokens of host hits that had been fetched from the tier for the request that found them.", Kind.COUNTER, (_LOWER_TIERS,), "tokens"),
     Metric("kvoffload_hit_tokens", "Tokens that the host added to a request's prefix, for each admitted request with a hit.", Kind.HISTOGRAM, (), "tokens", _HIT_BUCKETS),
-    Metric("kvoffload_prompt_tokens_total", "Prompt tokens of requests that reached their first token, by where their KV came from. The tokens of a load that failed are computed; disk and remote count what was fetched for the request.", Kind.COUNTER, (Label("source", Tier, served=(*Tier, "computed")),), "tokens"),
+    Metric("kvoffload_prompt_tokens_total", "Prompt tokens of requests that reached their first token, by where their KV came from. The tokens of a load that failed are computed; node, disk and remote count what was fetched for the request.", Kind.COUNTER, (Label("source", Tier, served=(*Tier, "computed")),), "tokens"),
     Metric("kvoffload_pin_dropped_blocks_total", "Blocks that a lookup pinned and that were released without being loaded.", Kind.COUNTER, (Label("cause", PinDropCause),), "blocks", counts={events.HitDropped: "blocks"}),
     # --- outcomes of offers and loads ---
     Metric("kvoffload_offered_blocks_total", "Computed blocks offered to the host; each ends with one outcome.", Kind.COUNTER, (), "blocks", counts={events.BlocksOffered: "blocks"}),
@@ -573,6 +592,10 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_remote_asked_blocks_total", "Blocks of arriving requests for which the remote tier was asked, by its answer; none: the call failed or took too long.", Kind.COUNTER, (Label("answer", Answer),), "blocks", tiers=_REMOTE),
     Metric("kvoffload_remote_ask_seconds", "Time of an answered call that asks the remote tier for one request's blocks; the request waits for the answer.", Kind.HISTOGRAM, (), "seconds", _COPY_BUCKETS, tiers=_REMOTE),
     Metric("kvoffload_remote_errors_total", "Calls to the remote tier that failed, and writes that it refused, by the scheduler and all ranks.", Kind.COUNTER, (Label("kind", RemoteFault),), "errors", read=_remote_errors, tiers=_REMOTE),
+    # --- the memory of other engines on this machine ---
+    Metric("kvoffload_neighbours", "Other engines on this machine whose host memory this engine reads, including stopped ones whose memory is kept.", Kind.GAUGE, (), "engines", read=lambda side: {(): len(_neighbours(side))}, tiers=_NODE),
+    Metric("kvoffload_neighbour_blocks", "Blocks that these engines hold; a block that several hold counts several times.", Kind.GAUGE, (), "blocks", read=lambda side: {(): sum(map(len, _neighbours(side).values()))}, tiers=_NODE),
+    Metric("kvoffload_node_lost_blocks_total", "Blocks that a rank could not fetch from another engine's memory. torn: it was overwritten meanwhile. gone: the memory was reset, removed or taken over.", Kind.COUNTER, (Label("cause", NodeLoss),), "blocks", read=_node_losses, tiers=_NODE),
     # --- recurrent states ---
     Metric("kvoffload_state_blocks_total", "Stored and loaded blocks that are recurrent states.", Kind.COUNTER, (_DIRECTION,), "blocks", counts={events.StatesCopied: "blocks"}),
     Metric("kvoffload_prefix_boundaries_asked_total", "Admitted requests whose prefix lacked only a recurrent state; the engine was then asked to keep this state.", Kind.COUNTER, (), "boundaries", counts={events.BoundaryAsked: None}),

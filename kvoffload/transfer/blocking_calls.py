@@ -228,6 +228,11 @@ class BlockingCalls(Generic[ResourceT]):
         return self._policy.lets_calls and not self._is_closed and not self._waits
 
     @property
+    def is_busy(self) -> bool:
+        """Return whether a call is running, even if it has been ended."""
+        return bool(self._active)
+
+    @property
     def _waits(self) -> bool:
         return self._policy.is_file and any(call.is_stuck for call in tuple(self._active.values()))
 
@@ -410,7 +415,7 @@ class BlockingCalls(Generic[ResourceT]):
 
 
 class Breaker:
-    """Stops calls to a remote tier that fails, and probes the tier after a pause.
+    """Stops calls to a tier that fails, and probes the tier after a pause.
 
     A lost connection counts as a hang. The pause doubles each time until a read other than a probe succeeds, and is at
     least four times as long as the failed call took: requests wait for such calls, so a failing tier takes at most a
@@ -420,10 +425,15 @@ class Breaker:
 
     Args:
         log: a logger whose fields identify the owner of the calls.
+
+    Attributes:
+        works, fails, without: the log's words for the tier.
     """
 
     is_file = False
     late = "remote_call_returned"
+    works, fails = "remote_works", "remote_fails"
+    without = "the remote tier"
 
     _MOST_FAILURES = 3  # the number of failures in a row that opens the breaker
     _FIRST_PAUSE_S = 1.0
@@ -483,11 +493,9 @@ class Breaker:
             return
         self._was_logged = self.lets_calls
         if self.lets_calls:
-            self.log.info("remote_works")
+            self.log.info(self.works)
         else:
-            self.log.error(
-                "remote_fails", reason=call.error, note="the engine continues without the remote tier"
-            )
+            self.log.error(self.fails, reason=call.error, note=f"the engine continues without {self.without}")
 
 
 class ErrorRow:

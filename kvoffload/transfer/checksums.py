@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from xxhash import xxh3_64
@@ -54,9 +54,17 @@ if TYPE_CHECKING:
 
     Positions = tuple[int, ...]
 
-SlotReader: TypeAlias = "Callable[[Numbers], Iterable[Iterable[memoryview]]]"
-"""Returns the pieces of each slot, valid until the pieces of the next slot are requested. Callable from several threads
-at once."""
+
+class SlotReader(Protocol):
+    """Reads slots. Callable from several threads at once."""
+
+    def __call__(self, slots: Numbers, numbered: Numbers | None = None, /) -> Iterable[Iterable[memoryview]]:
+        """Return the pieces of each slot, valid until the pieces of the next slot are requested.
+
+        Args:
+            slots: the slots to read.
+            numbered: if the reader samples, the numbers of the slots whose samples to take; by default their own.
+        """
 
 
 _LONG = 2**16  # size in bytes; for longer pieces the hash library releases the GIL
@@ -158,6 +166,17 @@ class Checksums:
         """
         return self._compare(np.array(slots))
 
+    def differing(self, slots: Sequence[int], others: Sequence[int], sums: NDArray[np.uint64]) -> Positions:
+        """Return the positions in `slots` whose bytes are not those of which another engine has computed checksums.
+
+        Args:
+            slots: slots of this rank.
+            others: the slots of the other engine from which these slots were copied.
+            sums: the checksums of the other engine's slots.
+        """
+        found = digests_of(self._reader, np.array(slots), np.array(others))
+        return tuple(np.flatnonzero(found != sums).tolist())
+
     def _take(self, slots: Numbers) -> Positions:
         self._known[slots] = digests_of(self._reader, slots)
         return ()
@@ -167,9 +186,9 @@ class Checksums:
         return tuple(np.flatnonzero(digests_of(self._reader, slots) != self._known[slots]).tolist())
 
 
-def digests_of(reader: SlotReader, slots: Numbers) -> NDArray[np.uint64]:
-    """Return a digest of each slot; equal bytes in the same slot have equal digests."""
-    return np.fromiter(map(_digest, reader(slots)), np.uint64, len(slots))
+def digests_of(reader: SlotReader, slots: Numbers, numbered: Numbers | None = None) -> NDArray[np.uint64]:
+    """Return a digest of each slot; equal bytes in slots of the same number have equal digests. See `SlotReader`."""
+    return np.fromiter(map(_digest, reader(slots, numbered)), np.uint64, len(slots))
 
 
 def _digest(pieces: Iterable[memoryview]) -> int:
@@ -187,7 +206,7 @@ def whole_slots(arena: Arena) -> SlotReader:
 
 def slots_in_place(arena: Arena) -> SlotReader:
     """Return a reader that returns a slot's pages in place, without copying them."""
-    return lambda slots: map(arena.pages, slots.tolist())
+    return lambda slots, _=None: map(arena.pages, slots.tolist())
 
 
 class GatheredSlots:
@@ -200,7 +219,7 @@ class GatheredSlots:
         # Kept, because touching new memory takes as long as filling the memory.
         self._scratch = PerThread(partial(np.empty, self._at_once * arena.layout.slot_bytes, np.uint8))
 
-    def __call__(self, slots: Numbers) -> Iterator[tuple[memoryview]]:
+    def __call__(self, slots: Numbers, _: Numbers | None = None) -> Iterator[tuple[memoryview]]:
         geometry, memory = self._arena.geometry, self._scratch.own
         gathered = memory.reshape(self._at_once, -1)
         places = np.cumsum(geometry.page) - geometry.page  # offset of each page in a gathered slot
@@ -231,12 +250,13 @@ class SampledSlots:
         self._turn = 29 * region + 11 * stretch
         self._at_once = max(_LINES // len(region), 1)
 
-    def __call__(self, slots: Numbers) -> Iterator[list[memoryview]]:
+    def __call__(self, slots: Numbers, numbered: Numbers | None = None) -> Iterator[list[memoryview]]:
         widths = np.unique(self._width).tolist()
+        numbered = slots if numbered is None else numbered
         for first in range(0, len(slots), self._at_once):
             some = slots[first : first + self._at_once]
             pages = self._arena.geometry.page_addresses(some).take(self._region, axis=1)
-            places = (some[:, None] + self._turn) % self._places
+            places = (numbered[first : first + self._at_once, None] + self._turn) % self._places
             lines = pages + self._start + places * self._width
             rows = [_gathered(lines.compress(self._width == width, axis=1), width) for width in widths]
             yield from ([row[place].data for row in rows] for place in range(len(some)))

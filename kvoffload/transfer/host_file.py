@@ -254,9 +254,9 @@ def _read_header(folder: OpenFolder, name: str, descriptor: int, shape: RankShap
     if not size:
         return None
     found = FileHeader.read(descriptor)
-    if found is not None and size >= _size(shape, found.slots):
-        if found == _header(shape, found.slots, found.kept, found.id, found.moves):
-            return found if found.id != _NO_ID else None
+    is_whole = found is not None and size >= _size(shape, found.slots)
+    if found is not None and is_whole and found == _header(shape, *found[2:4], found.id, found.moves):
+        return found if found.id != _NO_ID else None
     path = str(folder.path / name)
     log.warning(
         "host_memory_replaced", file=path, reason="it is of other blocks, another verify, damaged or cut"

@@ -48,6 +48,7 @@ class TierPart:
             fetch.
         sums: for a spill to the disk, the checksums by position.
         refused: why the tier did not take some of the blocks; None if it took all.
+        torn: how many blocks were overwritten while they were copied from another engine's memory.
     """
 
     job: AnyJob
@@ -57,6 +58,7 @@ class TierPart:
     under_call: Sequence[int] = ()
     sums: dict[int, int] = field(default_factory=dict)
     refused: RemoteFault | None = None
+    torn: int = 0
 
 
 def find_corrupt(part: TierPart, checksums: Checksums | None, log: BoundLogger) -> None:
@@ -224,8 +226,11 @@ class TierJobs:
         works = self.calls.works
         is_new = bool(reports) or works is not self._reported
         self._reported = works
-        status = TierStatus(self._tier, works, file, tuple(self.calls.faults.values()))
-        return TierReport(reports, is_new, status)
+        return TierReport(reports, is_new, TierStatus(self._tier, works, file, self._faults()))
+
+    def _faults(self) -> tuple[int, ...]:
+        """Return `TierStatus.faults`."""
+        return tuple(self.calls.faults.values())
 
     def close(self) -> None:
         """Accept no more jobs."""

@@ -85,7 +85,9 @@ def start_scheduler(
     tier_events = None
     if publishes_events(vllm_config):
         state = offload.core.state
-        indexes = {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in state.tiers}}
+        # Other engines of this machine announce their own blocks.
+        own = [tier for tier in state.tiers if tier is not state.node]
+        indexes = {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in own}}
         tier_events = TierEvents(
             groups,
             indexes,
@@ -171,6 +173,9 @@ def join_logging() -> None:
 
 def _places(vllm_config: VllmConfig, config: OffloadConfig, identify: Callable[[], KVIdentity]) -> Places:
     name = None if config.host_path is None else engine_name(vllm_config)
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "local_world_size", parallel.world_size) < parallel.world_size:
+        config = replace(config, node_share=False)  # the tables lie on the scheduler's machine only
     return places_of(config, identify, _replica(vllm_config), name)
 
 

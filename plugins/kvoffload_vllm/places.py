@@ -28,6 +28,7 @@ class Place(NamedTuple):
 
 PLACES = {
     Tier.HOST: Place("CPU", "LOCAL", "host"),
+    Tier.NODE: Place("CPU", "LOCAL", "p2p"),
     Tier.DISK: Place("STORAGE", "LOCAL", "disk"),
     Tier.REMOTE: Place("STORAGE", "REMOTE", "external_unspecified"),  # vLLM has no source for a remote tier
 }

@@ -200,14 +200,16 @@ def test_a_row_has_the_operators_numbers(engine: Engine) -> None:
         "kvoffload_slots": {("disk", "ready"): 3, ("disk", "empty"): 1},
         "kvoffload_capacity_slots": {("disk",): 4},
         "kvoffload_slot_bytes": {("disk",): 2**20},
-        "kvoffload_tier_state": {("disk", "open"): 1, ("remote", "opening"): 1},
+        "kvoffload_tier_state": {("node", "open"): 1, ("disk", "open"): 1, ("remote", "opening"): 1},
+        "kvoffload_neighbours": {(): 7},
         "kvoffload_predicted_hit_tokens_ratio": {("host", "1x"): 0.29, ("host", "2x"): 0.41},
     }
     server = Server("http://h:1/metrics", now={"0": engine.reading(0.0)})
     assert cells(server) == [
         [
             *("h:1 0", "on", "60% (-)", "48 (-)", "0.0 (-)", "evicted (100%)"),
-            *("50% of 2.0 GiB, 25% pinned, 2x finds +12%", "75% of 4.0 MiB, open", "opening"),
+            *("50% of 2.0 GiB, 25% pinned, 2x finds +12%", "7 engines, open"),
+            *("75% of 4.0 MiB, open", "opening"),
         ]
     ]
     engine.state = {
@@ -235,7 +237,7 @@ def test_the_hosts_cell_says_what_an_earlier_engine_left(engine: Engine, result:
     if result == "adopted":
         engine.bus.publish(events.BlocksAdopted(1200))
         engine.bus.publish(events.AdoptedBlocksHit(300))
-    [[*_, host, _, _]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
+    [[*_, host, _, _, _]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
     assert host == f"50% of 2.0 GiB{said}"
     assert row(engine.reading(0.0)).adoption == result
 

@@ -178,7 +178,7 @@ def test_slots_are_not_read_before_their_copies_have_ended_or_after_they_failed(
 
 
 def test_a_ticket_reports_that_reading_failed_or_will_not_happen() -> None:
-    def fail(slots: object) -> np.ndarray:
+    def fail(*_: object) -> np.ndarray:
         raise CopyError("lost")
 
     executor = ManualExecutor()

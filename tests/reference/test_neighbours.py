@@ -1,0 +1,392 @@
+"""Engines on one machine that read each other's host memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvoffload.core.tiers import NodeTier
+from kvoffload.model.causes import Adoption, NodeLoss
+from kvoffload.model.ids import SlotId
+from kvoffload.model.wire import Tier
+from kvoffload.runtime.host_catalog import HostCatalog
+from kvoffload.runtime.node_catalog import FOLLOW_S, SCAN_S, NodeCatalog
+from kvoffload.telemetry.catalogue import TierState, tier_state
+from tests.captured_logs import capture_logs
+from tests.gates import ManualExecutor
+from tests.reference.rig import BLOCK, KINDS, Rig, rig, text
+
+PROMPT = text(1, 10 * BLOCK)
+BLOCKS = len(PROMPT) // BLOCK - 1  # the last token is computed, and with it the last block
+
+
+class Engines:
+    """Starts engines beside each other in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._running = dict[int, ExitStack]()
+
+    def start(self, kind: str = "full", host_blocks: int = 200, ranks: int = 1, **extra: Any) -> Rig:  # noqa: ANN401
+        settings = {"host_path": self.folder, **extra}
+        running = ExitStack()
+        made = running.enter_context(rig(kind, ranks=ranks, host_blocks=host_blocks, extra=settings))
+        self._running[id(made)] = running
+        made.drain()
+        return made
+
+    def stop(self, made: Rig) -> None:
+        self._running.pop(id(made)).close()
+
+    def stop_all(self) -> None:
+        for running in [*self._running.values()]:
+            running.close()
+
+
+@pytest.fixture
+def engines(shared_memory: Path) -> Iterator[Engines]:
+    made = Engines(shared_memory)
+    yield made
+    made.stop_all()
+
+
+def look(made: Rig) -> NodeCatalog:
+    """Let an engine look at its neighbours."""
+    made.pass_time(SCAN_S + 2 * FOLLOW_S)
+    made.step()
+    catalog = made.offload.catalogs[Tier.NODE]
+    assert isinstance(catalog, NodeCatalog)
+    return catalog
+
+
+def fetched(made: Rig, prompt: tuple[int, ...] = PROMPT) -> int:
+    """Serve a prompt, and check its tokens; return how many blocks were fetched from other engines for it."""
+    before = made.count("tier_blocks", "node", "load", "done")
+    made.run(prompt)
+    made.assert_clean()
+    return made.count("tier_blocks", "node", "load", "done") - before
+
+
+def losses(made: Rig) -> dict[str, float]:
+    made.step()
+    series = made.offload.gauges()["kvoffload_node_lost_blocks_total"]
+    return {cause: count for (cause,), count in series.items() if count}
+
+
+def held(made: Rig) -> dict[SlotId, bytes]:
+    return {slot: key for key, slot in made.offload.state.pool.index.items()}
+
+
+def host_of(made: Rig) -> HostCatalog:
+    catalog = made.offload.catalogs[Tier.HOST]
+    assert isinstance(catalog, HostCatalog)
+    return catalog
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("verify", ["off", "sample", "full"])
+def test_an_engine_finds_what_another_one_holds(engines: Engines, kind: str, ranks: int, verify: str) -> None:
+    first, second = [engines.start(kind, ranks=ranks, verify=verify) for _ in range(2)]
+    assert fetched(first) == 0
+    first.forget_device()
+    first.run(PROMPT)
+    loaded = first.count("load_blocks", "loaded")
+    look(second)
+    assert fetched(second) == loaded > 0
+    assert second.count("fetched_tokens", "node") > 0
+    assert losses(second) == {}
+
+
+def test_each_engine_finds_what_any_other_one_holds_and_what_it_fetched_is_its_own(engines: Engines) -> None:
+    made = [engines.start(host_blocks=200 + 30 * number) for number in range(3)]
+    prompts = [text(seed, 10 * BLOCK) for seed in range(3)]
+    for each, prompt in zip(made, prompts, strict=True):
+        each.run(prompt)
+    for each in made:
+        assert len(look(each).neighbours) == 2
+        series = each.offload.gauges()
+        assert series["kvoffload_neighbours"] == {(): 2}
+        assert series["kvoffload_neighbour_blocks"][()] == sum(
+            len(held(other)) for other in made if other is not each
+        )
+        others = [prompt for prompt, owner in zip(prompts, made, strict=True) if owner is not each]
+        assert [fetched(each, prompt) for prompt in others] == [BLOCKS, BLOCKS]
+        each.forget_device()
+        assert [fetched(each, prompt) for prompt in others] == [0, 0]
+        assert each.count("load_blocks", "loaded") == 4 * BLOCKS
+
+
+def test_blocks_that_a_neighbour_stores_later_are_found_and_those_that_it_evicts_are_not(
+    engines: Engines,
+) -> None:
+    first, second = engines.start(host_blocks=15), engines.start()
+    look(second)
+    first.run(PROMPT)
+    look(second)
+    assert fetched(second) == BLOCKS
+    first.run(text(2, 12 * BLOCK))
+    first.run(text(3, 12 * BLOCK))
+    look(second)
+    third = engines.start()
+    look(third)
+    assert fetched(third) == BLOCKS  # from the second engine
+
+
+def test_an_engine_alone_has_no_neighbours_and_looks_for_no_block(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NodeTier, "look_for", None)
+    made = engines.start()
+    assert look(made).is_empty
+    assert fetched(made) == 0
+    assert tier_state(made.offload, Tier.NODE) is TierState.OPEN
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [({"verify": "off"}, {"verify": "full"}), ({"weights_id": "a"}, {"weights_id": "b"})],
+    ids=["other checksums", "other weights"],
+)
+def test_r21_engines_whose_blocks_differ_are_no_neighbours(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("kvoffload_reference.plugin._kind_of", lambda identity: "same")
+    engines.start(**first).run(PROMPT)
+    made = engines.start(**second)
+    assert look(made).is_empty
+    assert fetched(made) == 0
+
+
+def test_with_node_share_off_an_engine_reads_no_other_and_is_read(engines: Engines) -> None:
+    first, second = engines.start(node_share=False), engines.start()
+    first.run(PROMPT)
+    second.run(text(2, 10 * BLOCK))
+    assert Tier.NODE not in first.offload.catalogs
+    assert fetched(first, text(2, 10 * BLOCK)) == 0
+    look(second)
+    assert fetched(second) == BLOCKS
+
+
+# -- memory that changes before or during a copy ----------------------------------------------------------------------
+
+
+def strike(engines: Engines, owner: Rig) -> None:
+    """Let the owner's copies write its slots."""
+    table = host_of(owner)._table
+    assert table is not None
+    for slot in held(owner):
+        table.invalidate(slot)
+
+
+def write_others(engines: Engines, owner: Rig) -> None:
+    """Let the owner evict all its blocks for others."""
+    for seed in range(50, 58):
+        owner.run(text(seed, 30 * BLOCK))
+
+
+def reset(engines: Engines, owner: Rig) -> None:
+    assert owner.offload.reset()
+
+
+def reset_another(engines: Engines, owner: Rig) -> None:
+    assert engines.start().offload.reset()
+
+
+def doubt(engines: Engines, owner: Rig) -> None:
+    host_of(owner).distrust()
+
+
+def remove(engines: Engines, owner: Rig) -> None:
+    shutil.rmtree(host_of(owner).shared[0])  # type: ignore[index]
+
+
+def cut(engines: Engines, owner: Rig) -> None:
+    """Cut a rank's file after the engine has opened it. The engine itself would not survive the next use of it."""
+    path = host_of(owner).shared[0]  # type: ignore[index]
+    shutil.copy(path / "rank0", path / "copy")
+    os.truncate(path / "copy", 4096)
+    os.rename(path / "copy", path / "rank0")
+
+
+def take_over(engines: Engines, owner: Rig) -> None:
+    """Start another engine with the owner's memory."""
+    engines.stop(owner)
+    engines.start().run(text(60, 10 * BLOCK))
+
+
+def start_smaller(engines: Engines, owner: Rig) -> None:
+    """Start an engine that cuts the owner's memory, and ends before its first step."""
+    engines.stop(owner)
+    with rig(host_blocks=2, extra={"host_path": engines.folder}, starts_ready=False):
+        pass
+
+
+CHANGES: list[tuple[Callable[[Engines, Rig], None], NodeLoss]] = [
+    (strike, NodeLoss.TORN),
+    (write_others, NodeLoss.TORN),
+    (reset, NodeLoss.GONE),
+    (reset_another, NodeLoss.GONE),
+    (doubt, NodeLoss.GONE),
+    (remove, NodeLoss.GONE),
+    (take_over, NodeLoss.GONE),
+    (start_smaller, NodeLoss.GONE),
+]
+
+
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+@pytest.mark.parametrize(("change", "cause"), CHANGES, ids=[change.__name__ for change, _ in CHANGES])
+def test_r21_memory_that_changes_before_or_during_a_copy_is_computed(
+    engines: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Engines, Rig], None],
+    cause: NodeLoss,
+    moment: str,
+) -> None:
+    owner, reader = engines.start(host_blocks=40), engines.start(host_blocks=80)
+    owner.run(PROMPT)
+    look(reader)
+    plain, changed = os.preadv, list[str]()
+
+    def preadv(descriptor: int, buffers: Any, start: int) -> int:  # noqa: ANN401
+        if moment != "after" and not changed:
+            changed.append(moment)
+            if moment == "before":
+                change(engines, owner)
+        size = plain(descriptor, buffers, start)
+        if changed == ["during"]:
+            changed.append("over")
+            change(engines, owner)
+        return size
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    if moment == "after":
+        change(engines, owner)
+        monkeypatch.undo()
+    assert fetched(reader) == 0
+    lost = losses(reader)
+    assert lost in ({cause.value: BLOCKS}, {"gone": BLOCKS})
+    assert moment == "after" or lost == {cause.value: BLOCKS}
+    reader.forget_device()
+    assert fetched(reader) == 0
+    reader.check()
+
+
+def test_r21_a_file_that_ends_too_early_is_gone(engines: Engines) -> None:
+    owner, reader = engines.start(), engines.start()
+    owner.run(PROMPT)
+    look(reader)
+    cut(engines, owner)
+    assert fetched(reader) == 0
+    assert losses(reader) == {"gone": BLOCKS}
+
+
+@pytest.mark.parametrize("verify", ["sample", "full"])
+def test_r21_with_checksums_changed_bytes_of_another_engine_are_found(engines: Engines, verify: str) -> None:
+    owner, reader = [engines.start(verify=verify) for _ in range(2)]
+    owner.run(PROMPT)
+    path = host_of(owner).shared[0] / "rank0"  # type: ignore[index]
+    data = bytearray(path.read_bytes())
+    data[4096:] = bytes(byte ^ 1 for byte in data[4096:])
+    with path.open("r+b") as file:
+        file.write(data)
+    look(reader)
+    with capture_logs() as logs:
+        assert fetched(reader) == 0
+    assert reader.count("tier_blocks", "node", "load", "corrupt") == BLOCKS
+    (line,) = [line for line in logs if line["event"] == "blocks_corrupt"]
+    assert (line["engine"], line["blocks"]) == ("0", BLOCKS)
+
+
+def test_r21_a_block_that_one_rank_cannot_read_is_lost_for_all(engines: Engines) -> None:
+    owner, reader = [engines.start(ranks=2) for _ in range(2)]
+    owner.run(PROMPT)
+    look(reader)
+    (host_of(owner).shared[0] / "rank1").unlink()  # type: ignore[index]
+    assert fetched(reader) == 0
+    assert losses(reader) == {"gone": BLOCKS}
+
+
+def test_blocks_of_an_engine_that_has_ended_are_found_until_its_memory_is_removed(engines: Engines) -> None:
+    owner, reader = engines.start(), engines.start()
+    owner.run(PROMPT)
+    engines.stop(owner)
+    look(reader)
+    assert fetched(reader) == BLOCKS
+    shutil.rmtree(engines.folder / next(engines.folder.iterdir()).name / "0")
+    assert look(reader).is_empty
+
+
+def test_r21_a_copy_that_hangs_keeps_its_slots_and_the_request_is_computed(engines: Engines) -> None:
+    owner, reader = engines.start(), engines.start()
+    owner.run(PROMPT)
+    look(reader)
+    executor: Any = reader.workers[0]._tiers[Tier.NODE].calls._executor
+    assert isinstance(executor, ManualExecutor)
+    executor.hold()
+    stream = reader.submit(PROMPT)
+    for _ in range(20):
+        reader.step(1.0)
+    assert reader.engine.statistics().waiting == 0
+    executor.release()
+    reader.drain()
+    reader.assert_outputs()
+    assert stream is not None
+
+
+# -- resets -----------------------------------------------------------------------------------------------------------
+
+
+def test_r21_after_a_reset_of_any_engine_none_that_runs_reads_another(engines: Engines) -> None:
+    first, second, third = [engines.start() for _ in range(3)]
+    first.run(PROMPT)
+    look(second)
+    assert fetched(second) == BLOCKS
+    first.offload.reset()
+    for each in (first, second, third):
+        assert look(each).is_empty
+    assert fetched(third) == 0
+    first.forget_device()
+    assert fetched(first) == 0
+
+
+def test_r21_engines_that_start_after_a_reset_share_only_what_they_have_computed(engines: Engines) -> None:
+    """Otherwise a restart of the engine that was reset would fetch its old blocks back from one that has copied them."""
+    first, second = [engines.start() for _ in range(2)]
+    first.run(PROMPT)
+    look(second)
+    assert fetched(second) == BLOCKS
+    first.offload.reset()
+    engines.stop(first)
+    later, last = [engines.start() for _ in range(2)]
+    assert set(look(later).neighbours) == {"2"}
+    assert fetched(later) == 0
+    look(last)
+    assert fetched(last) == BLOCKS
+    assert set(look(last).neighbours) == {"0"}
+
+
+def test_r21_after_another_engines_reset_a_restart_adopts_nothing(engines: Engines) -> None:
+    first, second = [engines.start() for _ in range(2)]
+    second.run(PROMPT)
+    first.offload.reset()
+    engines.stop(second)
+    made = engines.start()
+    assert host_of(made).adoption is Adoption.RESET
+    made.run(PROMPT)
+    assert made.count("load_blocks", "loaded") == 0
+
+
+def test_r21_a_reset_before_the_ranks_have_reported_counts_too(engines: Engines) -> None:
+    first, second = [engines.start() for _ in range(2)]
+    first.run(PROMPT)
+    with rig(host_blocks=200, extra={"host_path": engines.folder}, starts_ready=False) as early:
+        early.offload.reset()
+    assert look(second).is_empty
+    assert fetched(second) == 0
