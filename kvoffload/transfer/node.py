@@ -285,11 +285,7 @@ def _opened(kind: OpenFolder, target: NodeSlot, shape: RankShape) -> Iterator[_M
             descriptor = folder.open(file_name(shape.rank), os.O_RDONLY)
             try:
                 header = FileHeader.read(descriptor)
-                if (
-                    header is None
-                    or table.header.generation != target.generation
-                    or not _fits(table, header, shape)
-                ):
+                if header is None or not _is_meant(table, header, target, shape):
                     raise Gone("the memory has another owner now")
                 yield _Memory(folder, table, descriptor, header, shape)
             finally:
@@ -317,11 +313,12 @@ def read_shapes(folder: OpenFolder, table: TableHeader) -> list[tuple[int, bytes
     return found
 
 
-def _fits(table: TableFile, header: FileHeader, shape: RankShape) -> bool:
-    """Return whether a rank's file is the one that a table is about, and has blocks of this shape."""
+def _is_meant(table: TableFile, header: FileHeader, target: NodeSlot, shape: RankShape) -> bool:
+    """Return whether a table is the one that the scheduler has seen, and a rank's file is about it, with such blocks."""
     files, rank = table.header.files, shape.rank
     is_named = rank < len(files) and header.id == files[rank]
-    return is_named and header[:2] == (rank, shape.chunk_slots) and header.digest == shape.digest
+    is_known = table.header.generation == target.generation
+    return is_known and is_named and header[:2] == (rank, shape.chunk_slots) and header.digest == shape.digest
 
 
 def _runs(targets: Sequence[NodeSlot], chunk_slots: int) -> Iterator[tuple[int, int]]:

@@ -29,15 +29,18 @@ from kvoffload.core.tiers import DiskTier, RemoteTier
 from kvoffload.model.causes import CopyOutcome, StoreOutcome
 from kvoffload.model.facts import StepScheduled, TierAnswered
 from kvoffload.model.ids import BlockKey, DeviceBlockId, Rank, RequestId, SlotId
-from kvoffload.model.wire import JobReport, TransferPlan
+from kvoffload.model.wire import JobReport, NodeSlot, TransferPlan
+from kvoffload.node import table
+from kvoffload.node.neighbour import TableFile
+from kvoffload.node.resets import NO_RESET
 from kvoffload.remote.values import Shard
-from kvoffload.runtime import host_catalog
+from kvoffload.runtime import host_catalog, node_catalog
 from kvoffload.runtime.copies import OpenCopies
 from kvoffload.runtime.faults import Faults
 from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.runtime.remote_catalog import RemoteCatalog
 from kvoffload.runtime.worker_side import WorkerSide
-from kvoffload.transfer import disk, host_file, remote
+from kvoffload.transfer import disk, host_file, node, remote
 from kvoffload.transfer.blocking_calls import Breaker
 from kvoffload.transfer.cuda.copier import CudaCopier
 from kvoffload.transfer.lanes import Lane
@@ -365,6 +368,45 @@ def r20_files_keep_their_ids() -> list[Patch]:
 
 def r20_table_before_doubt_counts() -> list[Patch]:
     return [(HostCatalog, "distrust", _nothing)]
+
+
+def r21_no_second_look_at_the_number() -> list[Patch]:
+    return [(TableFile, "has", lambda self, slot, number: True)]
+
+
+def r21_no_second_look_at_the_owner() -> list[Patch]:
+    return [(node._Memory, "look_again", _nothing)]
+
+
+def r21_generation_is_not_compared() -> list[Patch]:
+    real = node._is_meant
+
+    def is_meant(table: TableFile, header: Any, target: NodeSlot, shape: Any) -> bool:  # noqa: ANN401
+        return real(table, header, target._replace(generation=table.header.generation), shape)
+
+    return [(node, "_is_meant", is_meant)]
+
+
+def r21_resets_of_others_do_not_count() -> list[Patch]:
+    return [(node, "last_reset", lambda kind: NO_RESET), (node_catalog, "last_reset", lambda kind: NO_RESET)]
+
+
+def r21_a_reset_is_not_noted() -> list[Patch]:
+    return [(host_catalog, "note_reset", _nothing)]
+
+
+def r21_slots_that_were_cut_off_count() -> list[Patch]:
+    real = host_file.FileHeader.read
+
+    def read(descriptor: int) -> host_file.FileHeader | None:
+        found = real(descriptor)
+        return None if found is None else found._replace(kept=found.slots)
+
+    return [(host_file.FileHeader, "read", read)]
+
+
+def r21_records_are_not_checked() -> list[Patch]:
+    return [(table, "_check", lambda key, slot, generation: 0)]
 
 
 RULES: dict[str, Callable[[], list[Patch]]] = {
