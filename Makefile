@@ -128,7 +128,7 @@ deep: $(VENV)/wheel/ready  ## run property tests and kills many more times (long
 	$(if $(ARGS),,KVOFFLOAD_COMMAND_KILLS=440 $(BIN)/pytest -q tests/kills)
 
 kills: $(VENV)/wheel/ready  ## end engines with a disk or host files 440 times (long)
-	KVOFFLOAD_KILLS=200 KVOFFLOAD_ENGINE_KILLS=20 $(AGAINST_WHEEL) $(BIN)/pytest -q tests/reference/test_kills.py $(ARGS)
+	KVOFFLOAD_KILLS=200 KVOFFLOAD_ENGINE_KILLS=20 $(AGAINST_WHEEL) $(BIN)/pytest -q tests/reference/test_kills.py tests/reference/test_neighbour_processes.py $(ARGS)
 
 simulate: venv  ## play 10,000 seeded lives of an engine (ARGS="--seed N")
 	@$(BIN)/python -m tests.simulate $(ARGS)

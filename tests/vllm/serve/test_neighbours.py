@@ -1,0 +1,52 @@
+"""Two `vllm serve` with one `host_path`: the second finds what the first has computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.serve.serve_rig import BLOCK, MARKS, ask, check_same, connector, draw
+from tests.vllm.stock import checkpoints, engines
+from tests.vllm.stock.client import settled
+from tests.vllm.stock.engines import Server
+
+pytestmark = MARKS
+
+PROMPTS = draw(7, 6, 500)
+EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
+FETCHED = "kvoffload_fetched_tokens_total"
+
+
+def step_until_it_has_a_neighbour(server: Server) -> None:
+    while not server.metric("kvoffload_neighbours"):
+        server.complete([1, 2, 3], 8)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.full), 1])
+def test_a_second_server_finds_what_the_first_one_has_on_the_host(
+    shared_memory: Path, tmp_path: Path, workers: int
+) -> None:
+    """At least 95 % of the tokens that the first one finds whose device cache was emptied."""
+    checkpoint = checkpoints.make("qwen3", tmp_path / "qwen3")
+    options: dict[str, Any] = {**(engines.TWO_WORKERS if workers == 2 else {}), "num_gpu_blocks_override": 60}
+    options["enable_prompt_tokens_details"] = True
+    config = connector(host_path=str(shared_memory))
+    with (
+        engines.serving(checkpoint, tmp_path / "first.log", kv_transfer_config=config, **options) as first,
+        engines.serving(checkpoint, tmp_path / "second.log", kv_transfer_config=config, **options) as second,
+    ):
+        answers = ask(first, PROMPTS)
+        settled(first)
+        assert first.post("/reset_prefix_cache") == {"success": True}
+        before = first.metric(EXTERNAL_HITS)
+        check_same(ask(first, PROMPTS), answers)
+        found = first.metric(EXTERNAL_HITS) - before
+        assert found >= len(PROMPTS) * 400 // BLOCK
+        step_until_it_has_a_neighbour(second)
+        check_same(ask(second, PROMPTS), answers)
+        assert second.metric(EXTERNAL_HITS) >= 0.95 * found
+        assert second.metric(FETCHED) >= 0.95 * found
+        assert not second.metric("kvoffload_node_lost_blocks_total")
