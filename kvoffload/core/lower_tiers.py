@@ -29,7 +29,7 @@ from kvoffload.core.request import PendingHit, RequestRecord
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import Stores
 from kvoffload.core.tier_store import TierStore, most_fetched
-from kvoffload.core.tiers import ON_DEVICE, Block, HintTier, LayeredIndex, LowerTier
+from kvoffload.core.tiers import ON_DEVICE, Block, HintTier, LayeredIndex, LowerTier, NodeTier
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, TierOutcome
 from kvoffload.model.events import PrefixExceedsHost
@@ -91,12 +91,27 @@ class LowerTiers:
                 fetches.leave(record.keys)
         node, asked = self._state.node, self._state.asked
         if self._state.degraded is None and record.reads_cache and record.persists:
-            if node is not None and node.is_usable and not node.neighbours.is_empty:
+            if node is not None and node.is_usable and self._may_share(record, node):
                 node.look_for(self._wanted(record, node))
             if asked is not None and asked.is_usable and (keys := self._wanted(record, asked)):
                 record.awaits_answer = True
                 asked.ask(record.request, keys)
         self._seen(record)
+
+    def _may_share(self, record: RequestRecord, node: NodeTier) -> bool:
+        """Return whether other engines may have blocks that an arriving request can use.
+
+        With one full-attention group, no block is of use after the first one that is nowhere. So most prompts that other
+        engines have not seen cost a single search.
+        """
+        state = self._state
+        if node.neighbours.is_empty or not state.shape.is_one_full_group:
+            return not node.neighbours.is_empty
+        missing = self._first_missing(record.keys[0][: (record.prompt_tokens - 1) // state.shape.alignment])
+        if missing is None:
+            return False
+        is_here = state.device.block_of(missing) is not None or _have(state.tiers, missing)
+        return is_here or bool(node.neighbours.find((missing,)))
 
     def _wanted(self, record: RequestRecord, asked: HintTier) -> list[BlockKey]:
         """Return which of an arriving request's blocks a tier must be asked for, unless a tier above has them.

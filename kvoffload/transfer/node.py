@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,7 +31,7 @@ from kvoffload.node.resets import last_reset
 from kvoffload.node.table import NotATable
 from kvoffload.transfer.blocking_calls import BlockingCalls, Breaker
 from kvoffload.transfer.host_file import FileHeader, file_name, sums_name
-from kvoffload.transfer.runs import region_offsets
+from kvoffload.transfer.runs import region_offsets, runs_in_chunks
 from kvoffload.transfer.tier_jobs import TierJobs
 
 if TYPE_CHECKING:
@@ -164,9 +163,11 @@ class NodeMover:
         part.under_call = part.positions
         with self._arena.held(), suppress(Gone, NotATable, DiskError, OSError):
             with _opened(kind.folder, targets[0], self._shape) as memory:
-                for first, end in _runs(targets, self._shape.chunk_slots):
+                for first, end in runs_in_chunks(
+                    [target.slot for target in targets], self._shape.chunk_slots
+                ):
                     call.check()
-                    memory.read([target.slot for target in targets[first:end]], self._pages(slots[first:end]))
+                    memory.read(targets[first].slot, end - first, self._arena.stretches(slots[first:end]))
                 sums = self._sums(memory, targets)
                 have = [memory.table.has(target.slot, target.number) for target in targets]
                 memory.look_again(kind.folder)
@@ -183,10 +184,6 @@ class NodeMover:
             if part.whole and self._checksums is not None:
                 self._checksums.take(*[part.job.slots[position] for position in part.whole])
         return part
-
-    def _pages(self, slots: Sequence[int]) -> list[list[memoryview]]:
-        """Return the pages of some slots, by region."""
-        return [list(pages) for pages in zip(*map(self._arena.pages, slots), strict=True)]
 
     def _sums(self, memory: _Memory, targets: Sequence[NodeSlot]) -> np.ndarray | None:
         return None if self._checksums is None else memory.sums([target.slot for target in targets])
@@ -223,24 +220,25 @@ class _Memory:
     header: FileHeader
     shape: RankShape
 
-    def read(self, slots: Sequence[int], pages: Sequence[list[memoryview]]) -> None:
+    def read(self, first: int, count: int, pages: Sequence[Sequence[memoryview]]) -> None:
         """Read adjacent slots of one chunk.
 
         Args:
-            slots: the slots.
-            pages: for each region, where each slot's page goes.
+            first: the first of the slots.
+            count: the number of slots.
+            pages: for each region, where the slots' pages go, one after the other.
 
         Raises:
             Gone: the file does not have all of these slots.
         """
-        if slots[-1] >= self.header.kept:
+        if first + count > self.header.kept:
             raise Gone("the slots were cut off")
-        chunk, place = divmod(slots[0], self.shape.chunk_slots)
+        chunk, place = divmod(first, self.shape.chunk_slots)
         in_chunk = min(self.shape.chunk_slots, self.header.slots - chunk * self.shape.chunk_slots)
         start, sizes = PAGE + chunk * self.shape.pitch, self.shape.layout.page_bytes
         starts = region_offsets(sizes, in_chunk)[:-1]
         for offset, size, targets in zip(starts, sizes, pages, strict=True):
-            if os.preadv(self.descriptor, targets, start + offset + place * size) != len(slots) * size:
+            if os.preadv(self.descriptor, targets, start + offset + place * size) != count * size:
                 raise Gone("the file is cut")
 
     def sums(self, slots: Sequence[int]) -> np.ndarray:
@@ -319,14 +317,3 @@ def _is_meant(table: TableFile, header: FileHeader, target: NodeSlot, shape: Ran
     is_named = rank < len(files) and header.id == files[rank]
     is_known = table.header.generation == target.generation
     return is_known and is_named and header[:2] == (rank, shape.chunk_slots) and header.digest == shape.digest
-
-
-def _runs(targets: Sequence[NodeSlot], chunk_slots: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and the end of each run of adjacent slots in one chunk."""
-    slots = [target.slot for target in targets]
-    cuts = [
-        place
-        for place, (before, slot) in enumerate(pairwise(slots), 1)
-        if slot != before + 1 or not slot % chunk_slots
-    ]
-    yield from pairwise([0, *cuts, len(slots)])

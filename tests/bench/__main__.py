@@ -18,6 +18,7 @@ BENCHES = (
     "fs",
     "hicache",
     "hooks",
+    "node",
     "queue",
     "remote",
     "scale",

@@ -149,6 +149,26 @@ def test_an_engine_alone_has_no_neighbours_and_looks_for_no_block(
     assert tier_state(made.offload, Tier.NODE) is TierState.OPEN
 
 
+def test_a_prompt_that_no_neighbour_has_seen_costs_one_search(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = engines.start(), engines.start()
+    first.run(PROMPT)
+    look(second)
+    asked: list[int] = []
+    find = NodeCatalog.find
+
+    def count(self: NodeCatalog, keys: Any) -> Any:  # noqa: ANN401
+        asked.append(len(keys))
+        return find(self, keys)
+
+    monkeypatch.setattr(NodeCatalog, "find", count)
+    assert fetched(second, text(2, 10 * BLOCK)) == 0
+    assert asked == [1]
+    assert fetched(second) == BLOCKS
+    assert asked == [1, 1, BLOCKS]
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [({"verify": "off"}, {"verify": "full"}), ({"weights_id": "a"}, {"weights_id": "b"})],
