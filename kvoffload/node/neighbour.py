@@ -2,7 +2,7 @@
 
 The owner knows nothing of its readers, and no lock is shared. A reader takes a slot's number, then its record, and then
 the number again: a record counts only between two equal, even numbers. Whoever copies a slot's bytes looks at the
-number once more after the copy (`TableFile.has`). If it is still the one that the reader took, nothing has written the
+number once more after the copy (`TableFile.have`). If it is still the one that the reader took, nothing has written the
 slot in between. On processors that reorder reads, the system calls and the GIL between two looks keep their order.
 
 Tables and files are read with `pread`, never mapped: a mapped file that shrinks kills its reader.
@@ -11,7 +11,7 @@ Tables and files are read with `pread`, never mapped: a mapped file that shrinks
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ import numpy as np
 from kvoffload.disk.open_folder import OpenFolder, open_folder
 from kvoffload.model.errors import DiskError
 from kvoffload.model.ids import BlockKey, SlotId
+from kvoffload.model.wire import NodeSlot
 from kvoffload.node.table import (
     RECORD_BYTES,
     RING,
@@ -39,7 +40,24 @@ if TYPE_CHECKING:
 _LONGEST_HEADER = 2**16
 _AT_ONCE = 256
 """How many slots are read at once. The GIL is free between two reads, so hooks wait less than a millisecond."""
+_FAR = 2**12
+"""Numbers of slots that are this near to each other are read at once: copying 32 KiB takes as long as another call."""
 _GAP = 16  # slots that are this near to each other are read together
+
+
+def read_numbers(descriptor: int, start: int, slots: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return the numbers of some slots, in ascending order, from an array in a file that begins at `start`.
+
+    Raises:
+        ValueError: the file ends before the last of them.
+    """
+    cuts = np.flatnonzero(np.diff(slots) > _FAR) + 1
+    parts: list[NDArray[np.uint64]] = []
+    for some in np.split(slots, cuts):
+        first, count = int(some[0]), int(some[-1] - some[0] + 1)
+        data = os.pread(descriptor, 8 * count, start + 8 * first)
+        parts.append(np.frombuffer(data, np.uint64, count)[some - first])
+    return np.concatenate(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +110,15 @@ class TableFile:
         data = os.pread(self.descriptor, 8 * (end - first), self.places.numbers + 8 * first)
         return np.frombuffer(data[: len(data) - len(data) % 8], np.uint64)
 
-    def has(self, slot: SlotId, number: int) -> bool:
-        """Return whether a slot still has this sequence number."""
-        found: list[int] = self.numbers(slot, slot + 1).tolist()
-        return found == [number]
+    def have(self, targets: Sequence[NodeSlot]) -> list[bool]:
+        """Return whether each slot, in ascending order, still has its sequence number."""
+        try:
+            found = read_numbers(
+                self.descriptor, self.places.numbers, np.array([each.slot for each in targets])
+            )
+        except ValueError:
+            return [False] * len(targets)
+        return [number == each.number for number, each in zip(found.tolist(), targets, strict=True)]
 
     def close(self) -> None:
         os.close(self.descriptor)
@@ -157,7 +180,7 @@ class Neighbour:
         )
         after = table.numbers(first, end)
         if not len(numbers) == len(after) == len(data) // RECORD_BYTES == end - first:
-            return  # The file was cut, and `has` will find no number in it.
+            return  # The file was cut, and `have` will find no number in it.
         is_whole = (numbers == after) & (numbers & np.uint64(1) == 0)
         numbers = np.where(is_whole, numbers, np.uint64(0))
         for place in np.flatnonzero(numbers != self._numbers[first:end]).tolist():

@@ -22,7 +22,7 @@ import numpy as np
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import EngineContractError, HostMemoryBusy, HostMemoryError
 from kvoffload.transfer.ports import Clocks
-from kvoffload.transfer.runs import array_at, geometry_of, region_offsets, runs_in_chunks
+from kvoffload.transfer.runs import array_at, geometry_of, region_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -142,16 +142,6 @@ class Arena:
     def pages(self, slot: int) -> list[memoryview]:
         """Return a slot's pages, one for each region; they are writable, and valid until `close`."""
         return [page.data for pages in self._pages_of(slot) for page in pages]
-
-    def stretches(self, slots: Sequence[int]) -> list[list[memoryview]]:
-        """Return the pages of some slots by region. The pages of adjacent slots in one chunk are one piece."""
-        found: list[list[memoryview]] = [[] for _ in self.layout.regions]
-        for first, end in runs_in_chunks(slots, self._chunk_slots):
-            chunk, place = divmod(slots[first], self._chunk_slots)
-            arrays = [pages[:, place : place + end - first] for pages in self._pages[chunk]]
-            for region, pages in zip(found, (each for array in arrays for each in array), strict=True):
-                region.append(pages.reshape(-1).data)
-        return found
 
     def views(self, memory: memoryview) -> list[Pages]:
         """Return views of one slot's pages at the start of `memory`, in the form that `read` and `write` take."""

@@ -13,9 +13,11 @@ has ended.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,18 +28,20 @@ from kvoffload.logs import get_logger
 from kvoffload.model.causes import NodeLoss
 from kvoffload.model.errors import DiskError
 from kvoffload.model.wire import Tier
-from kvoffload.node.neighbour import TableFile
+from kvoffload.node.neighbour import TableFile, read_numbers
 from kvoffload.node.resets import last_reset
 from kvoffload.node.table import NotATable
 from kvoffload.transfer.blocking_calls import BlockingCalls, Breaker
 from kvoffload.transfer.host_file import FileHeader, file_name, sums_name
-from kvoffload.transfer.runs import region_offsets, runs_in_chunks
+from kvoffload.transfer.runs import region_offsets
 from kvoffload.transfer.tier_jobs import TierJobs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from concurrent.futures import Executor
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from kvoffload.disk.open_folder import OpenFolder
     from kvoffload.model.wire import NodeJob, NodeSlot
@@ -53,7 +57,33 @@ THREADS = 2
 _MOST_BLOCKS = 256  # the maximum number of blocks in a call
 _MOST_BYTES = 32 * 2**20  # the maximum size of a call's blocks, in bytes
 
+_KEEPS_LOCK = 2 * 2**20
+
+_UNLOCKED, _LOCKED = ctypes.CDLL(None).pread, ctypes.PyDLL(None).pread
+for _call in (_UNLOCKED, _LOCKED):
+    _call.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_ssize_t)
+    _call.restype = ctypes.c_ssize_t
+
 log = get_logger("node")
+
+
+class _Reader:
+    """Reads from files into memory. Most reads keep the GIL.
+
+    Getting the GIL back may take milliseconds while the engine's thread is busy, and reading a page takes
+    microseconds. So the GIL is released once for every `_KEEPS_LOCK` bytes, which take less than a millisecond.
+    """
+
+    def __init__(self) -> None:
+        self._since = 0  # how many bytes were read since the GIL was released
+
+    def read(self, descriptor: int, address: int, size: int, start: int) -> int:
+        """Read `size` bytes from a place in a file to an address; return how many there were, or -1 after an error."""
+        self._since += size
+        if self._since < _KEEPS_LOCK:
+            return int(_LOCKED(descriptor, address, size, start))
+        self._since = 0
+        return int(_UNLOCKED(descriptor, address, size, start))
 
 
 class Gone(Exception):
@@ -163,13 +193,9 @@ class NodeMover:
         part.under_call = part.positions
         with self._arena.held(), suppress(Gone, NotATable, DiskError, OSError):
             with _opened(kind.folder, targets[0], self._shape) as memory:
-                for first, end in runs_in_chunks(
-                    [target.slot for target in targets], self._shape.chunk_slots
-                ):
-                    call.check()
-                    memory.read(targets[first].slot, end - first, self._arena.stretches(slots[first:end]))
-                sums = self._sums(memory, targets)
-                have = [memory.table.has(target.slot, target.number) for target in targets]
+                self._read(memory, targets, slots, call)
+                sums = None if self._checksums is None else memory.sums([target.slot for target in targets])
+                have = memory.table.have(targets)
                 memory.look_again(kind.folder)
             part.torn = have.count(False)
             whole = [place for place, has in enumerate(have) if has]
@@ -185,11 +211,24 @@ class NodeMover:
                 self._checksums.take(*[part.job.slots[position] for position in part.whole])
         return part
 
-    def _sums(self, memory: _Memory, targets: Sequence[NodeSlot]) -> np.ndarray | None:
-        return None if self._checksums is None else memory.sums([target.slot for target in targets])
+    def _read(self, memory: _Memory, targets: Sequence[NodeSlot], slots: Sequence[int], call: Call) -> None:
+        """Read blocks into their slots. Where slots are adjacent on both sides, their pages are read at once."""
+        theirs = np.array([target.slot for target in targets])
+        geometry = self._arena.geometry
+        addresses = geometry.page_addresses(np.array(slots))  # [slots, regions]
+        is_next = (np.diff(theirs) == 1) & (theirs[1:] % self._shape.chunk_slots != 0)
+        is_next &= (np.diff(addresses, axis=0) == geometry.page).all(axis=1)
+        cuts: list[int] = (np.flatnonzero(~is_next) + 1).tolist()
+        for first, end in pairwise([0, *cuts, len(slots)]):
+            call.check()
+            memory.read(int(theirs[first]), end - first, addresses[first].tolist())
 
     def _differing(
-        self, slots: Sequence[int], targets: Sequence[NodeSlot], sums: np.ndarray | None, whole: list[int]
+        self,
+        slots: Sequence[int],
+        targets: Sequence[NodeSlot],
+        sums: NDArray[np.uint64] | None,
+        whole: list[int],
     ) -> set[int]:
         """Return which of the `whole` places have other bytes than the other engine's checksums say, and log them."""
         if self._checksums is None or sums is None or not whole:
@@ -212,6 +251,7 @@ class _Memory:
         descriptor: the rank's file.
         header: the file's header, when it was opened.
         shape: the shape of the slots.
+        reader: reads from the file.
     """
 
     folder: OpenFolder
@@ -219,14 +259,15 @@ class _Memory:
     descriptor: int
     header: FileHeader
     shape: RankShape
+    reader: _Reader = field(default_factory=lambda: _Reader())
 
-    def read(self, first: int, count: int, pages: Sequence[Sequence[memoryview]]) -> None:
+    def read(self, first: int, count: int, addresses: Sequence[int]) -> None:
         """Read adjacent slots of one chunk.
 
         Args:
             first: the first of the slots.
             count: the number of slots.
-            pages: for each region, where the slots' pages go, one after the other.
+            addresses: for each region, where the slots' pages go, one after the other.
 
         Raises:
             Gone: the file does not have all of these slots.
@@ -237,11 +278,12 @@ class _Memory:
         in_chunk = min(self.shape.chunk_slots, self.header.slots - chunk * self.shape.chunk_slots)
         start, sizes = PAGE + chunk * self.shape.pitch, self.shape.layout.page_bytes
         starts = region_offsets(sizes, in_chunk)[:-1]
-        for offset, size, targets in zip(starts, sizes, pages, strict=True):
-            if os.preadv(self.descriptor, targets, start + offset + place * size) != count * size:
+        for offset, page, address in zip(starts, sizes, addresses, strict=True):
+            size = count * page
+            if self.reader.read(self.descriptor, address, size, start + offset + place * page) != size:
                 raise Gone("the file is cut")
 
-    def sums(self, slots: Sequence[int]) -> np.ndarray:
+    def sums(self, slots: Sequence[int]) -> NDArray[np.uint64]:
         """Return the checksums of slots.
 
         Raises:
@@ -249,12 +291,11 @@ class _Memory:
         """
         descriptor = self.folder.open(sums_name(self.shape.rank), os.O_RDONLY)
         try:
-            data = b"".join([os.pread(descriptor, 8, 8 * slot) for slot in slots])
+            return read_numbers(descriptor, 0, np.array(slots))
+        except ValueError:
+            raise Gone("the checksums are cut") from None
         finally:
             os.close(descriptor)
-        if len(data) != 8 * len(slots):
-            raise Gone("the checksums are cut")
-        return np.frombuffer(data, np.uint64)
 
     def look_again(self, kind: OpenFolder) -> None:
         """Check that table and file are still the same, and that no engine was reset.

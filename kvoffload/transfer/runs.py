@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +25,7 @@ from msgspec import Struct
 from kvoffload.model.wire import Direction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
@@ -35,16 +35,6 @@ if TYPE_CHECKING:
 
 
 _LINE = 64
-
-
-def runs_in_chunks(slots: Sequence[int], chunk_slots: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and the end, as indices of `slots`, of each run of adjacent slots in one chunk."""
-    cuts = [
-        place
-        for place, (before, slot) in enumerate(pairwise(slots), 1)
-        if slot != before + 1 or not slot % chunk_slots
-    ]
-    yield from pairwise([0, *cuts, len(slots)])
 
 
 def region_offsets(page_bytes: Sequence[int], count: int) -> list[int]:

@@ -9,7 +9,6 @@ import ctypes
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from itertools import combinations_with_replacement, product
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from kvoffload.node.table import HostTable, NotATable, TableHeader
 from kvoffload.testing import FakeDevice
 from kvoffload.transfer.blocking_calls import Call
 from kvoffload.transfer.host_file import HostFile, RankShape, open_host_file
-from kvoffload.transfer.node import KindFolder, NodeMover
+from kvoffload.transfer.node import KindFolder, NodeMover, _Reader
 from kvoffload.transfer.tier_jobs import TierPart
 from tests.mutants.rules import undone
 from tests.transfer.rig import ready_arena
@@ -149,19 +148,21 @@ class NodeWorld:
 def interleaved(owner: Callable[[str], None], steps: Program, places: Sequence[int]) -> Iterator[list[int]]:
     """Run the owner's steps before those system calls of the reader that have the numbers in `places`."""
     counted, waiting = [0], [*zip(places, steps, strict=True)]
-    real = {name: getattr(os, name) for name in ("pread", "preadv")}
 
-    def call(name: str, *args: Any) -> Any:  # noqa: ANN401
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: call(function, *args)
+
+    def call(function: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
         if not counted[0] < 0:
             number, counted[0] = counted[0], -1  # the owner's own calls are not counted
             while waiting and waiting[0][0] <= number:
                 owner(waiting.pop(0)[1])
             counted[0] = number + 1
-        return real[name](*args)
+        return function(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in real:
-            patch.setattr(os, name, partial(call, name))
+        patch.setattr(os, "pread", counting(os.pread))
+        patch.setattr(_Reader, "read", counting(_Reader.read))
         yield counted
 
 

@@ -371,7 +371,7 @@ def r20_table_before_doubt_counts() -> list[Patch]:
 
 
 def r21_no_second_look_at_the_number() -> list[Patch]:
-    return [(TableFile, "has", lambda self, slot, number: True)]
+    return [(TableFile, "have", lambda self, targets: [True] * len(targets))]
 
 
 def r21_no_second_look_at_the_owner() -> list[Patch]:
