@@ -36,7 +36,7 @@ ON_SGLANG = PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(SGLANG)
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-node bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
 .DELETE_ON_ERROR:
 
 help:
@@ -181,6 +181,9 @@ bench-hicache: sglang-env  ## the same beside SGLang's file backend
 
 bench-hooks: venv vllm-env  ## time the scheduler's hooks beside vLLM's connector
 	@$(VLLM_BENCH) hooks $(ARGS)
+
+bench-node: venv  ## time copies from another engine's memory
+	@$(BENCH) node $(ARGS)
 
 bench-queue: venv vllm-env  ## the same while 10,000 requests wait
 	@$(VLLM_BENCH) queue $(ARGS)

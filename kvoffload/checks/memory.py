@@ -119,6 +119,7 @@ def _kept_memory(setup: Setup) -> Finding | None:
             f"; engines that run have {size_text(sum(each.size for each in used))} (processes "
             f"{', '.join(map(str, pids))}), beside which this engine needs its own memory until they end"
         )
+        text += ", and reads their blocks if their KV is equal" * config.node_share
     # The next engine adopts at most one folder, and the rest is bounded.
     rest = sum(orphans) - max(orphans, default=0)
     if rest > config.orphan_bytes:

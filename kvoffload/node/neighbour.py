@@ -1,7 +1,7 @@
 """Follows the table of another engine on this machine, which that engine writes.
 
 The owner knows nothing of its readers, and no lock is shared. A reader takes a slot's number, then its record, and then
-the number again: a record counts only between two equal, even numbers. Whoever copies a slot's bytes looks at the
+the number again: a record counts only between two equal, even numbers. A thread that copies a slot's bytes looks at the
 number once more after the copy (`TableFile.have`). If it is still the one that the reader took, nothing has written the
 slot in between. On processors that reorder reads, the system calls and the GIL between two looks keep their order.
 
