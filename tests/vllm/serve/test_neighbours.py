@@ -50,3 +50,28 @@ def test_a_second_server_finds_what_the_first_one_has_on_the_host(
         assert second.metric(EXTERNAL_HITS) >= 0.95 * found
         assert second.metric(FETCHED) >= 0.95 * found
         assert not second.metric("kvoffload_node_lost_blocks_total")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1200)
+def test_data_parallel_engines_of_one_server_find_each_others_blocks(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    with engines.serving(
+        checkpoints.make("qwen3", tmp_path / "qwen3"),
+        tmp_path / "log",
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        data_parallel_size=2,
+        num_gpu_blocks_override=60,
+        enable_prompt_tokens_details=True,
+        kv_transfer_config=connector(host_path=str(shared_memory)),
+    ) as server:
+        while server.metric("kvoffload_neighbours") < 2:
+            server.complete([1, 2, 3], 8)
+        answers = ask(server, PROMPTS)
+        for _ in range(6):  # a prompt meets the other engine sooner or later
+            settled(server)
+            assert server.post("/reset_prefix_cache") == {"success": True}
+            check_same(ask(server, PROMPTS), answers)
+        assert server.metric(FETCHED) > 0
+        assert not server.metric("kvoffload_node_lost_blocks_total")
