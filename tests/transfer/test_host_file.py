@@ -62,7 +62,7 @@ def test_r20_slots_that_a_smaller_start_has_cut_off_are_not_kept_by_larger_ones(
     old.begin()
     old.take(0, SHAPE.chunk_bytes(16))
     old.close(may_still_write=False)
-    kept = []
+    kept = list[tuple[int, bytes]]()
     for slots in (12, 40, 40):
         file = opened(shared_memory, str(len(kept)), slots)
         kept.append((file.kept, file.previous))
