@@ -206,6 +206,7 @@ def _sizes(config: VllmConfig, *, has_draft: bool) -> dict[str, Any]:
         "page_bytes": parts * heads * width * item * cache.block_size,
         "pages": model.get_num_layers(config.parallel_config),
         "tokens": cache.block_size * config.parallel_config.decode_context_parallel_size,
+        "is_replicated": bool(model.use_mla) and config.parallel_config.decode_context_parallel_size == 1,
         "calculation": f"{parts} x {heads} x {width} x {item} bytes x {cache.block_size} tokens, by vLLM's configuration",
     }
 

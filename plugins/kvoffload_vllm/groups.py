@@ -6,6 +6,7 @@ vLLM's block tables and block keys contain vLLM's numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ def vllm_groups(
     features: Features | None = None,
     sizes: tuple[int, int] | None = None,
     recovers_loads: bool = True,
+    shares: bool = True,
 ) -> VllmGroups:
     """Return the groups to offload, translated from vLLM's groups.
 
@@ -72,6 +74,7 @@ def vllm_groups(
         features: the features of vLLM's connector interface; by default those of the installed vLLM.
         sizes: the tokens in a scheduler block and in a block hash; by default the result of `find_block_sizes`.
         recovers_loads: True if vLLM recomputes the tokens of a failed load; False if vLLM fails the request.
+        shares: whether ranks with the same bytes in their blocks share one copy.
 
     Raises:
         ConfigError: kvoffload does not support the configuration; the message lists every reason.
@@ -99,9 +102,38 @@ def vllm_groups(
         match_tokens=match_tokens,
         in_flight_tokens=step_tokens * getattr(vllm_config, "max_concurrent_batches", 1),
         draft_tokens=_draft_tokens(vllm_config),
+        sharers=find_sharers(vllm_config, kv_cache_config) if shares else 1,
         promises=Promises(recovers_loads=recovers_loads, hands_off_states=features.hands_off_states),
     )
     return VllmGroups(shape, ids, hash_tokens)
+
+
+_REPLICATED = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+"""Kinds of layers of which all tensor-parallel ranks have the same KV: a latent that each of them computes whole."""
+
+
+def find_sharers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return how many ranks, with consecutive numbers on one machine, have the same bytes in all of their blocks.
+
+    With decode context parallelism they have different tokens. Only vLLM's multiprocessing executor numbers the ranks of a
+    machine consecutively, and starts them as processes that can pass each other open files.
+    """
+    parallel = vllm_config.parallel_config
+    contexts = [getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")]
+    if parallel.distributed_executor_backend != "mp" or max(contexts) > 1:
+        return 1
+    local_ranks = getattr(parallel, "local_world_size", None) or parallel.world_size
+    return math.gcd(_replicas(parallel.tensor_parallel_size, kv_cache_config), local_ranks)
+
+
+def _replicas(ranks: int, kv_cache_config: KVCacheConfig) -> int:
+    """Return how many consecutive ranks of tensor parallelism have the same KV in every layer."""
+    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
+    if replicas is not None:
+        return int(replicas)
+    # Older versions of vLLM do not say it.
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
+    return ranks if all(type(spec).__name__ in _REPLICATED for spec in specs) else 1
 
 
 def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:

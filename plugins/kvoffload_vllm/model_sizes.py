@@ -105,12 +105,14 @@ class ModelSizes:
         pages: the number of pages in a block, which is the number of layers on a rank.
         tokens: the number of tokens in a block.
         about: a description of the calculation, for the doctor's output.
+        is_replicated: whether all tensor-parallel ranks have the same KV.
     """
 
     page_bytes: int
     pages: int
     tokens: int
     about: str
+    is_replicated: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -163,13 +165,16 @@ def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
     token_bytes, calculation = _token(model, _item_bytes(model, options), options)
     pages, page_bytes = _layers(model, options), tokens * token_bytes
     usual = "" if options.block_size else ", unless vLLM's start logs another block size"
-    return sizes_of(page_bytes, pages, tokens, f"{calculation} x {tokens} tokens{usual}")
+    about = f"{calculation} x {tokens} tokens{usual}"
+    return sizes_of(page_bytes, pages, tokens, about, is_replicated=model.model_type in _MLA)
 
 
-def sizes_of(page_bytes: int, pages: int, tokens: int, calculation: str) -> ModelSizes:
+def sizes_of(
+    page_bytes: int, pages: int, tokens: int, calculation: str, *, is_replicated: bool = False
+) -> ModelSizes:
     """Return the sizes of blocks of `pages` pages, with a description that contains the calculation of a page's bytes."""
     block = f"pages of {size_text(page_bytes)}, {pages} of them in a block: {size_text(page_bytes * pages)} a block and rank"
-    return ModelSizes(page_bytes, pages, tokens, f"{block} ({calculation})")
+    return ModelSizes(page_bytes, pages, tokens, f"{block} ({calculation})", is_replicated)
 
 
 def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
