@@ -29,12 +29,12 @@ from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.payload import Changes
 from kvoffload.telemetry.spans import check_exporter
 from kvoffload.transfer.host_memory import advise_host_bytes
-from kvoffload.transfer.sharing import Sharing
+from kvoffload.transfer.sharing import ALONE, Sharing
 from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
 from kvoffload_vllm.events import TierEvents, find_wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, find_sharers, vllm_groups
 from kvoffload_vllm.kept_notes import DiskNotes, KeptNotes
-from kvoffload_vllm.kv_identity import Identification, engine_name, find_identity, find_problems
+from kvoffload_vllm.kv_identity import Identification, engine_life, engine_name, find_identity, find_problems
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
 from kvoffload_vllm.support import find_retention
@@ -139,6 +139,7 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
     key = read_tier_key(config.tier_key_file)
     parallel, portal = vllm_config.parallel_config, Portal("kvoffload")
     identity: Future[KVIdentity] = Future()
+    sharers = groups.shape.sharers
     local_ranks = getattr(parallel, "local_world_size", None)
     offload = WorkerSide(
         Rank(parallel.rank),
@@ -147,7 +148,7 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
         portal,
         places=_places(vllm_config, config, identity.result, groups),
         local_ranks=local_ranks,
-        sharing=Sharing(groups.shape.sharers, engine_name(vllm_config, groups.shape.sharers).life),
+        sharing=Sharing(sharers, engine_life(vllm_config)) if sharers > 1 else ALONE,
         tier_key=key,
     )
 
@@ -158,7 +159,7 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
             config,
             layout,
             local_ranks=local_ranks,
-            sharers=groups.shape.sharers,
+            sharers=sharers,
         )
         if parallel.rank == 0:
             answers += examine([load_failures(policy)], Setup(config=config))

@@ -120,7 +120,7 @@ def find_sharers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int
     """
     parallel = vllm_config.parallel_config
     contexts = [getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")]
-    if parallel.distributed_executor_backend != "mp" or max(contexts) > 1:
+    if getattr(parallel, "distributed_executor_backend", None) != "mp" or max(contexts) > 1:
         return 1
     local_ranks = getattr(parallel, "local_world_size", None) or parallel.world_size
     return math.gcd(_replicas(parallel.tensor_parallel_size, kv_cache_config), local_ranks)

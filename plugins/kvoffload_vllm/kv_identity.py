@@ -134,8 +134,13 @@ def engine_name(vllm_config: VllmConfig, sharers: int) -> EngineName:
     if parallel.distributed_executor_backend == "external_launcher":
         parts.append(parallel.rank)  # each rank is an engine to itself, and needs its own rank's memory
     kind = f"vllm-{sha256(repr(parts).encode()).hexdigest()[:16]}"
+    return EngineName(kind, engine_life(vllm_config))
+
+
+def engine_life(vllm_config: VllmConfig) -> str:
+    """Return the name of this life of the engine, the same in all of its processes."""
     # `engine_id` tells data-parallel engines apart; an operator may have set it, so that it does not tell lives apart.
-    return EngineName(kind, f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}")
+    return f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}"
 
 
 def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
