@@ -15,6 +15,7 @@ from kvoffload.model.engine import EngineShape, Promises
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId
+from kvoffload_vllm.model_sizes import MODEL_TYPES
 from kvoffload_vllm.support import (
     Features,
     draft_tags,
@@ -108,32 +109,46 @@ def vllm_groups(
     return VllmGroups(shape, ids, hash_tokens)
 
 
-_REPLICATED = ("MLAAttentionSpec", "SlidingWindowMLASpec")
-"""Kinds of layers of which all tensor-parallel ranks have the same KV: a latent that each of them computes whole."""
+_WHOLE = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+"""Kinds of layers of which every rank of tensor parallelism has the whole KV: a latent, which each of them computes."""
+_BY_HEADS = ("FullAttentionSpec", "SlidingWindowSpec")
+"""Kinds of layers of which every rank has the KV of some heads."""
 
 
 def find_sharers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return how many ranks, with consecutive numbers on one machine, have the same bytes in all of their blocks.
 
-    With decode context parallelism they have different tokens. Only vLLM's multiprocessing executor numbers the ranks of a
-    machine consecutively, and starts them as processes that can pass each other open files.
+    With context parallelism they have different tokens. Only vLLM's multiprocessing executor numbers the ranks of a machine
+    consecutively, and starts them as processes that can pass each other open files.
     """
     parallel = vllm_config.parallel_config
     contexts = [getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")]
     if getattr(parallel, "distributed_executor_backend", None) != "mp" or max(contexts) > 1:
         return 1
     local_ranks = getattr(parallel, "local_world_size", None) or parallel.world_size
-    return math.gcd(_replicas(parallel.tensor_parallel_size, kv_cache_config), local_ranks)
+    return math.gcd(_replicas(vllm_config, kv_cache_config), local_ranks)
 
 
-def _replicas(ranks: int, kv_cache_config: KVCacheConfig) -> int:
+def _replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
     """Return how many consecutive ranks of tensor parallelism have the same KV in every layer."""
-    replicas = getattr(kv_cache_config, "kv_tp_replicas", None)
-    if replicas is not None:
-        return int(replicas)
-    # Older versions of vLLM do not say it.
+    said = getattr(kv_cache_config, "kv_tp_replicas", None)  # of latents only; not in older versions of vLLM
     specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
-    return ranks if all(type(spec).__name__ in _REPLICATED for spec in specs) else 1
+    kinds = {type(spec).__name__ for spec in specs}
+    if kinds <= {*_WHOLE}:
+        return int(vllm_config.parallel_config.tensor_parallel_size if said is None else said)
+    return head_replicas(vllm_config) if kinds <= {*_BY_HEADS} else 1
+
+
+def head_replicas(vllm_config: VllmConfig) -> int:
+    """Return how many consecutive ranks of tensor parallelism have the same KV head, as with more ranks than heads.
+
+    Models in which layers may have different numbers of heads are left out, and so are draft models.
+    """
+    ranks, model = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config
+    if vllm_config.speculative_config is not None or model.hf_text_config.model_type not in MODEL_TYPES:
+        return 1
+    heads = model.get_total_num_kv_heads()
+    return 1 if ranks % heads else int(ranks // heads)
 
 
 def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:

@@ -30,8 +30,6 @@ def test_after_a_kill_a_server_finds_what_the_killed_one_had_on_the_host(
     shape = {"num_key_value_heads": 1} if sharers == 2 else {}
     checkpoint = checkpoints.make("qwen3", tmp_path / "qwen3", **shape)
     options: dict[str, Any] = {**(engines.TWO_WORKERS if workers == 2 else {}), "num_gpu_blocks_override": 60}
-    if sharers == 2:
-        options["environment"] = {**options["environment"], **engines.EQUAL_RANKS}
     options["enable_prompt_tokens_details"] = True
     config = connector(host_path=str(shared_memory))
     hits, answers = [], []

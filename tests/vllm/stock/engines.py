@@ -67,8 +67,6 @@ TWO_WORKERS: Mapping[str, Any] = {
 IS_V2_RUNNER = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 # Environment variables that allow a KV cache with blocks outermost.
 BLOCK_LAYOUTS: Mapping[str, str] = {"VLLM_CPU_OPS_BLOCK_LAYOUTS": "1"}
-# Environment variables that tell vLLM that two ranks have the same KV, of a model with one KV head.
-EQUAL_RANKS: Mapping[str, str] = {"VLLM_CPU_OPS_EQUAL_RANKS": "1"}
 # Environment variables that enable asynchronous scheduling.
 TWO_STEPS: Mapping[str, str] = {"VLLM_CPU_OPS_ASYNC_SCHEDULING": "1"}
 

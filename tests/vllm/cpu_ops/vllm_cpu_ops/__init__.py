@@ -27,7 +27,6 @@ def register() -> None:
     platform.allow_async_scheduling()
     platform.allow_block_layouts()
     platform.allow_pipelines()
-    platform.name_equal_ranks()
     platform.replace_kernels_once()
     interpreter.match_the_compiler()
 

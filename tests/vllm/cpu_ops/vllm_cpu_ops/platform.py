@@ -1,11 +1,10 @@
-"""Lets the CPU platform run engines as a GPU does: two steps in flight, blocks outermost, pipeline stages, equal ranks.
+"""Lets the CPU platform run engines as a GPU does: two steps in flight, blocks outermost, pipeline stages.
 
-Three environment variables, read whenever an engine is configured, enable what a CPU would not choose.
+Two environment variables, read whenever an engine is configured, enable what a CPU would not choose.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
 ASYNC_SCHEDULING = "VLLM_CPU_OPS_ASYNC_SCHEDULING"
 BLOCK_LAYOUTS = "VLLM_CPU_OPS_BLOCK_LAYOUTS"
-EQUAL_RANKS = "VLLM_CPU_OPS_EQUAL_RANKS"
 
 
 def allow_async_scheduling() -> None:
@@ -53,24 +51,6 @@ def allow_block_layouts() -> None:
         return (*stock(cls), *lent)
 
     CPUAttentionBackend.supported_kv_cache_layouts = classmethod(supported)
-
-
-def name_equal_ranks() -> None:
-    """With the variable, vLLM knows that ranks of tensor parallelism have the same KV if there are more ranks than KV heads.
-
-    vLLM says so of models with MLA only, whose KV every rank has whole. On a CPU these have no prefix cache.
-    """
-    from vllm.model_executor.layers.attention.attention import Attention
-
-    stock = Attention.get_kv_cache_spec
-
-    def with_shards(self: Attention, config: VllmConfig) -> Any:
-        spec = stock(self, config)
-        if os.environ.get(EQUAL_RANKS) != "1":
-            return spec
-        return dataclasses.replace(spec, max_tp_shards=config.model_config.get_total_num_kv_heads())
-
-    Attention.get_kv_cache_spec = with_shards
 
 
 def allow_pipelines() -> None:
