@@ -144,6 +144,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     node_share: Annotated[
         Switch, _key("fetch blocks from other engines of this machine that have the same host_path")
     ] = True
+    host_share: Annotated[
+        Switch, _key("ranks whose blocks have the same bytes share one copy, on the host and on lower tiers")
+    ] = True
     store_policy: Annotated[Policy, _key("store blocks once computed, or before the device evicts them")] = (
         "eager"
     )

@@ -46,6 +46,7 @@ class NodeCatalog:
         portal: provides a thread that reads tables.
         monotonic: returns the time in seconds.
         sleep: a coroutine function that waits for a number of seconds.
+        sharers: how many ranks share one copy of each block.
 
     Attributes:
         arrived: facts for the core.
@@ -58,8 +59,10 @@ class NodeCatalog:
         portal: Portal,
         monotonic: Callable[[], float],
         sleep: Callable[[float], Awaitable[None]],
+        sharers: int = 1,
     ) -> None:
         self._host = host
+        self._sharers = sharers
         self._monotonic = monotonic
         self._sleep = sleep
         self._executor = portal.new_executor("node-catalog")
@@ -153,12 +156,12 @@ class NodeCatalog:
             self._keep({})
             return
         with open_folder(path) as folder:
-            shapes = read_shapes(folder, own)
+            shapes = read_shapes(folder, own, self._sharers)
 
         def fits(other: OpenFolder, table: TableFile) -> bool:
             theirs = table.header
             is_equal = (theirs.fingerprint, theirs.reset) == (own.fingerprint, own.reset)
-            return is_equal and shapes is not None and read_shapes(other, theirs) == shapes
+            return is_equal and shapes is not None and read_shapes(other, theirs, self._sharers) == shapes
 
         for name, found in find_neighbours(self._kind, {*self.neighbours, folder.path.name}, fits):
             if found.follow():

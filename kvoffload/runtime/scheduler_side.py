@@ -447,7 +447,8 @@ class SchedulerSide:
             )
             self.faults.in_doubt = host.distrust
             self._unopened = host
-        found |= catalogs_of(places, Scheduler(config, ranks, portal, clocks, key, host))
+        sharers = self.shape.sharers
+        found |= catalogs_of(places, Scheduler(config, ranks, portal, clocks, key, sharers, host))
         if isinstance(node := found.get(Tier.NODE), NodeCatalog) and self.core.state.node is not None:
             self.core.state.node.neighbours = node
         return found

@@ -99,6 +99,7 @@ class Scheduler:
         portal: provides threads that may wait for a tier.
         clocks: the clocks to read.
         key: authenticates what the tiers hold; None if all writers of these tiers are trusted.
+        sharers: how many ranks share one copy of each block.
         host: the catalog of host memory in files; None if it lies in none.
     """
 
@@ -107,6 +108,7 @@ class Scheduler:
     portal: Portal
     clocks: Clocks
     key: TierKey | None = None
+    sharers: int = 1
     host: HostCatalog | None = None
 
 
@@ -122,6 +124,7 @@ class Worker:
         clock: the clock for time limits and reports.
         checksums: the checksums of the host slots; None if none are kept.
         key: authenticates what the tiers hold; None if all writers of these tiers are trusted.
+        sharers: how many ranks share one copy of each block.
     """
 
     config: OffloadConfig
@@ -132,6 +135,7 @@ class Worker:
     clock: Clock
     checksums: Checksums | None = None
     key: TierKey | None = None
+    sharers: int = 1
 
 
 class TierKind(NamedTuple):
@@ -162,14 +166,22 @@ def _node_place(*_: object) -> None:
 
 def _node_catalog(_: HostPlace, engine: Scheduler) -> NodeCatalog:
     assert engine.host is not None, "an engine that reads other engines' memory has its own in files"
-    return NodeCatalog(engine.host, engine.portal, engine.clocks.monotonic, engine.clocks.sleep)
+    return NodeCatalog(
+        engine.host, engine.portal, engine.clocks.monotonic, engine.clocks.sleep, engine.sharers
+    )
 
 
 def _node_copies(place: HostPlace, worker: Worker) -> RankNode:
     layout = worker.arena.layout
     return RankNode(
         place.root / place.kind,
-        RankShape(worker.rank, layout, slots_in_chunk(layout), worker.config.verify),
+        # Of ranks that share one copy, the first one's file has it.
+        RankShape(
+            worker.rank - worker.rank % worker.sharers,
+            layout,
+            slots_in_chunk(layout),
+            worker.config.verify,
+        ),
         worker.arena,
         worker.portal.new_executor("node", threads=NODE_THREADS),
         worker.clock,
@@ -220,7 +232,8 @@ def _remote_place(config: OffloadConfig, identify: Identify, _: int) -> RemotePl
 
 def _remote_catalog(place: RemotePlace, engine: Scheduler) -> RemoteCatalog:
     timeout_s = engine.config.remote_timeout_s
-    return RemoteCatalog(place, engine.ranks, engine.portal, engine.clocks.monotonic, timeout_s, engine.key)
+    copies = engine.ranks // engine.sharers
+    return RemoteCatalog(place, copies, engine.portal, engine.clocks.monotonic, timeout_s, engine.key)
 
 
 def _remote_copies(place: RemotePlace, worker: Worker) -> TierJobs:
@@ -228,7 +241,8 @@ def _remote_copies(place: RemotePlace, worker: Worker) -> TierJobs:
     timeout_s, monotonic = worker.config.remote_timeout_s, worker.clock.monotonic
     connect = partial(open_store, place.address, timeout_s)
     calls = remote_calls(connect, executor, monotonic, timeout_s, rank=worker.rank)
-    mover = RemoteMover(worker.rank, worker.ranks, worker.arena, worker.checksums, worker.key)
+    copy, copies = worker.rank // worker.sharers, worker.ranks // worker.sharers
+    mover = RemoteMover(copy, copies, worker.arena, worker.checksums, worker.key)
     return TierJobs(Tier.REMOTE, calls, mover, worker.arena.layout.slot_bytes, monotonic)
 
 

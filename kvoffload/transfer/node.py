@@ -333,14 +333,19 @@ def _opened(kind: OpenFolder, target: NodeSlot, shape: RankShape) -> Iterator[_M
             table.close()
 
 
-def read_shapes(folder: OpenFolder, table: TableHeader) -> list[tuple[int, bytes]] | None:
-    """Return the shape of each rank's slots in an engine's folder; None if a file is not the one of the table.
+def read_shapes(folder: OpenFolder, table: TableHeader, sharers: int) -> list[tuple[int, bytes]] | None:
+    """Return the shape of the slots in each file in an engine's folder; None if a file is not the one of the table.
+
+    Args:
+        folder: the engine's folder.
+        table: its table.
+        sharers: how many ranks share one copy of each block, and so one file.
 
     Raises:
         DiskError, OSError: a file cannot be opened.
     """
     found = list[tuple[int, bytes]]()
-    for rank, file_id in enumerate(table.files):
+    for rank, file_id in [*enumerate(table.files)][::sharers]:
         descriptor = folder.open(file_name(rank), os.O_RDONLY)
         try:
             header = FileHeader.read(descriptor)

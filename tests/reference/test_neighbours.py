@@ -34,10 +34,18 @@ class Engines:
         self.folder = folder
         self._running = dict[int, ExitStack]()
 
-    def start(self, kind: str = "full", host_blocks: int = 200, ranks: int = 1, **extra: Any) -> Rig:  # noqa: ANN401
+    def start(
+        self,
+        kind: str = "full",
+        host_blocks: int = 200,
+        ranks: int = 1,
+        replicas: int = 1,
+        **extra: Any,  # noqa: ANN401
+    ) -> Rig:
         settings = {"host_path": self.folder, **extra}
         running = ExitStack()
-        made = running.enter_context(rig(kind, ranks=ranks, host_blocks=host_blocks, extra=settings))
+        options = {"ranks": ranks, "replicas": replicas, "host_blocks": host_blocks}
+        made = running.enter_context(rig(kind, extra=settings, **options))
         self._running[id(made)] = running
         made.drain()
         return made
@@ -91,10 +99,12 @@ def host_of(made: Rig) -> HostCatalog:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (2, 2), (4, 2)])
 @pytest.mark.parametrize("verify", ["off", "sample", "full"])
-def test_an_engine_finds_what_another_one_holds(engines: Engines, kind: str, ranks: int, verify: str) -> None:
-    first, second = [engines.start(kind, ranks=ranks, verify=verify) for _ in range(2)]
+def test_an_engine_finds_what_another_one_holds(
+    engines: Engines, kind: str, ranks: int, replicas: int, verify: str
+) -> None:
+    first, second = [engines.start(kind, ranks=ranks, replicas=replicas, verify=verify) for _ in range(2)]
     assert fetched(first) == 0
     first.forget_device()
     first.run(PROMPT)
@@ -325,11 +335,14 @@ def test_r21_with_checksums_changed_bytes_of_another_engine_are_found(engines: E
     assert (line["engine"], line["blocks"]) == ("0", BLOCKS)
 
 
-def test_r21_a_block_that_one_rank_cannot_read_is_lost_for_all(engines: Engines) -> None:
-    owner, reader = [engines.start(ranks=2) for _ in range(2)]
+@pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
+def test_r21_a_block_that_one_rank_cannot_read_is_lost_for_all(
+    engines: Engines, ranks: int, replicas: int
+) -> None:
+    owner, reader = [engines.start(ranks=ranks, replicas=replicas) for _ in range(2)]
     owner.run(PROMPT)
     look(reader)
-    (host_of(owner).shared[0] / "rank1").unlink()  # type: ignore[index]
+    (host_of(owner).shared[0] / f"rank{ranks // 2}").unlink()  # type: ignore[index]
     assert fetched(reader) == 0
     assert losses(reader) == {"gone": BLOCKS}
 
