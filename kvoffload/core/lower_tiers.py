@@ -105,8 +105,12 @@ class LowerTiers:
         engines have not seen cost a single search.
         """
         state = self._state
-        if node.neighbours.is_empty or not state.shape.is_one_full_group:
-            return not node.neighbours.is_empty
+        if node.neighbours.is_empty:
+            if node.has_blocks:
+                node.forget_all()  # a fetch of these hints would find nothing
+            return False
+        if not state.shape.is_one_full_group:
+            return True
         missing = self._first_missing(record.keys[0][: (record.prompt_tokens - 1) // state.shape.alignment])
         if missing is None:
             return False

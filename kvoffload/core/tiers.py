@@ -3,7 +3,9 @@
 Each tier keeps its slots in the same kind of pool as the host. A disk slot stands for the same slot in every rank's
 file. A remote tier manages its blocks itself, and other engines write to the tier, too; and other engines of the machine
 write their own memory. So a slot of such a tier is only a hint that the tier has a block, and the pool's size limits the
-number of hints. A fetch that finds nothing removes the hint. After a spill to a full remote tier, the tier may already have evicted the block again. So the hint of
+number of hints. A fetch that finds nothing removes the hint.
+
+After a spill to a full remote tier, the tier may already have evicted the block again. So the hint of
 a spill prevents a second spill, but no request fetches the block until an answer of the tier has confirmed the hint.
 
 `tier_store` copies blocks, and `lower_tiers` decides which, for requests.

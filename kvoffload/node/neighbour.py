@@ -226,10 +226,14 @@ def find_neighbours(kind: OpenFolder, known: Collection[str], fits: Fits) -> Ite
         if name.isascii() and name.isdigit():
             with suppress(NotATable, OSError, DiskError), open_folder(kind.path / name) as folder:
                 table = TableFile.open(folder)
-                if fits(folder, table):
+                is_found = False
+                try:
+                    is_found = fits(folder, table)
+                finally:
+                    if not is_found:
+                        table.close()
+                if is_found:
                     yield name, Neighbour(table)
-                else:
-                    table.close()
 
 
 Fits = Callable[[OpenFolder, TableFile], bool]

@@ -163,10 +163,12 @@ class NodeCatalog:
             is_equal = (theirs.fingerprint, theirs.reset) == (own.fingerprint, own.reset)
             return is_equal and shapes is not None and read_shapes(other, theirs, self._sharers) == shapes
 
-        for name, found in find_neighbours(self._kind, {*self.neighbours, folder.path.name}, fits):
+        for name, found in find_neighbours(self._kind, {*self.neighbours, path.name}, fits):
             if found.follow():
                 log.info("neighbour_found", engine=name, blocks=len(found))
                 self._keep({**self.neighbours, name: found})
+            else:
+                found.close()
 
     def _keep(self, neighbours: Mapping[str, Neighbour]) -> None:
         """Replace the neighbours, and close those that are left out."""

@@ -18,6 +18,7 @@ import os
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +59,7 @@ _MOST_BLOCKS = 256  # the maximum number of blocks in a call
 _MOST_BYTES = 32 * 2**20  # the maximum size of a call's blocks, in bytes
 
 _KEEPS_LOCK = 2 * 2**20
+_SLOW_S = 0.002  # a read of less than `_KEEPS_LOCK` takes less, unless the memory was swapped
 
 _UNLOCKED, _LOCKED = ctypes.CDLL(None).pread, ctypes.PyDLL(None).pread
 for _call in (_UNLOCKED, _LOCKED):
@@ -71,19 +73,24 @@ class _Reader:
     """Reads from files into memory. Most reads keep the GIL.
 
     Getting the GIL back may take milliseconds while the engine's thread is busy, and reading a page takes
-    microseconds. So the GIL is released once for every `_KEEPS_LOCK` bytes, which take less than a millisecond.
+    microseconds. So the GIL is released once for every `_KEEPS_LOCK` bytes, which take less than a millisecond, and for
+    every read after a slow one: the kernel may have swapped the memory.
     """
 
     def __init__(self) -> None:
-        self._since = 0  # how many bytes were read since the GIL was released
+        self._since = _KEEPS_LOCK  # how many bytes were read since the GIL was released
+        self._is_slow = False
 
     def read(self, descriptor: int, address: int, size: int, start: int) -> int:
         """Read `size` bytes from a place in a file to an address; return how many there were, or -1 after an error."""
         self._since += size
-        if self._since < _KEEPS_LOCK:
-            return int(_LOCKED(descriptor, address, size, start))
-        self._since = 0
-        return int(_UNLOCKED(descriptor, address, size, start))
+        if self._is_slow or self._since >= _KEEPS_LOCK:
+            self._since = 0
+            return int(_UNLOCKED(descriptor, address, size, start))
+        began = monotonic()
+        count = int(_LOCKED(descriptor, address, size, start))
+        self._is_slow = monotonic() - began > _SLOW_S
+        return count
 
 
 class Gone(Exception):

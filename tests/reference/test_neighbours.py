@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,8 +14,8 @@ import pytest
 
 from kvoffload.core.tiers import NodeTier
 from kvoffload.model.causes import Adoption, NodeLoss
-from kvoffload.model.ids import SlotId
-from kvoffload.model.wire import Tier
+from kvoffload.model.ids import JobId, SlotId
+from kvoffload.model.wire import CopyJob, Direction, Tier
 from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.runtime.node_catalog import FOLLOW_S, SCAN_S, NodeCatalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
@@ -90,6 +91,10 @@ def losses(made: Rig) -> dict[str, float]:
 
 def held(made: Rig) -> dict[SlotId, bytes]:
     return {slot: key for key, slot in made.offload.state.pool.index.items()}
+
+
+def processes_of(folder: Path) -> int:
+    return len(json.loads((folder / "owner.json").read_text())["processes"])
 
 
 def host_of(made: Rig) -> HostCatalog:
@@ -372,6 +377,40 @@ def test_r21_a_copy_that_hangs_keeps_its_slots_and_the_request_is_computed(engin
     reader.drain()
     reader.assert_outputs()
     assert stream is not None
+
+
+def test_r20_a_rank_that_closes_under_a_copy_stays_among_those_that_may_write(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, reader = engines.start(), engines.start()
+    owner.run(PROMPT)
+    (target,) = look(reader).places([next(iter(held(owner).values()))])  # type: ignore[list-item]
+    worker, plain = reader.workers[0], node._Reader.read
+    path = host_of(reader).shared[0]  # type: ignore[index]
+
+    def read(*args: Any) -> int:  # noqa: ANN401
+        worker.close()
+        return plain(*args)
+
+    monkeypatch.setattr(node._Reader, "read", read)
+    before = processes_of(path)
+    worker._tiers[Tier.NODE].submit(
+        CopyJob(JobId(99), Direction.LOAD, Tier.NODE, (SlotId(5),), (target,), ())
+    )
+    assert processes_of(path) == before
+
+
+def test_hints_of_neighbours_that_have_left_are_not_fetched(engines: Engines) -> None:
+    owner, reader = engines.start(), engines.start(host_blocks=12)
+    owner.run(PROMPT)
+    look(reader)
+    assert fetched(reader) == BLOCKS
+    owner.offload.reset()
+    look(reader)
+    reader.run(text(2, 12 * BLOCK))  # evicts what was fetched
+    scheduled = reader.count("tier_scheduled_blocks", "node", "load")
+    assert fetched(reader) == 0
+    assert reader.count("tier_scheduled_blocks", "node", "load") == scheduled
 
 
 # -- resets -----------------------------------------------------------------------------------------------------------
