@@ -408,6 +408,7 @@ def test_hints_of_neighbours_that_have_left_are_not_fetched(engines: Engines) ->
     owner.offload.reset()
     look(reader)
     reader.run(text(2, 12 * BLOCK))  # evicts what was fetched
+    reader.forget_device()
     scheduled = reader.count("tier_scheduled_blocks", "node", "load")
     assert fetched(reader) == 0
     assert reader.count("tier_scheduled_blocks", "node", "load") == scheduled
