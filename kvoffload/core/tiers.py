@@ -330,7 +330,7 @@ class Neighbours(Protocol):
         """Return where each block is."""
 
 
-class _Nobody:
+class _NoNeighbours:
     is_empty = True
 
     def find(self, _: Sequence[BlockKey], /) -> list[BlockKey]:
@@ -351,7 +351,7 @@ class NodeTier(HintTier):
 
     def __init__(self, after_hits: int, jobs: Jobs, ranks: Sequence[Rank]) -> None:
         super().__init__(after_hits, jobs, ranks)
-        self.neighbours: Neighbours = _Nobody()
+        self.neighbours: Neighbours = _NoNeighbours()
 
     def look_for(self, keys: Sequence[BlockKey]) -> None:
         """Find out which blocks other engines have. The pool has as many slots as there were hints at once."""

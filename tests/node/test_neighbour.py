@@ -267,7 +267,7 @@ def test_every_reset_has_another_name_and_a_removed_file_is_no_reset(shared_memo
     assert len(set(names)) == 4
 
 
-def test_r21_a_table_from_before_a_reset_counts_for_nobody(folder: OpenFolder) -> None:
+def test_r21_a_table_from_before_a_reset_counts_no_more(folder: OpenFolder) -> None:
     table = HostTable.create(folder, HEADER)
     table.publish(SlotId(1), key(1), 0.0)
     assert isinstance(read_table(folder, HEADER.files), Left)
