@@ -56,12 +56,12 @@ class Served:
         fetched: how many blocks came from the tier.
     """
 
-    def __init__(self, folder: Path, tier: Tier, *, counting: bool) -> None:
+    def __init__(self, folder: Path, tier: Tier, *, counting: bool, host_blocks: int = 40) -> None:
         self.plugin = ReferencePlugin()
         disk_bytes = 2 * (4096 + 60 * (slot_bytes("full", 2) + 4096))
         on_disk: dict[str, object] = {"disk_path": folder, "disk_bytes": disk_bytes}
         extra = on_disk if tier is Tier.DISK else {"host_path": folder}
-        config = config_of("full", ranks=2, host_blocks=40, extra=extra)
+        config = config_of("full", ranks=2, host_blocks=host_blocks, extra=extra)
         if counting:
             config = replace(config, model=replace(config.model, vocab_size=VOCABULARY))
         self.engine = Engine(

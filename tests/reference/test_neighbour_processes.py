@@ -21,9 +21,12 @@ from kvoffload.model.wire import Tier
 from kvoffload.runtime.node_catalog import NodeCatalog
 from tests.core.audit import audit_side
 from tests.disk.fork_server import forking
+from tests.reference.rig import BLOCK, text
 from tests.reference.test_kills import KILLS, PROMPTS, SEED, Served
 
 FIRST = PROMPTS[:4]
+MANY = [text(seed, 8 * BLOCK) for seed in range(16)]
+FEW_BLOCKS = 24  # so that engines write over blocks while others read them
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +38,8 @@ class Reader(Served):
         outcomes: how many blocks ended with each outcome in fetches from other engines.
     """
 
-    def __init__(self, folder: Path, *, counting: bool) -> None:
-        super().__init__(folder, Tier.HOST, counting=counting)
+    def __init__(self, folder: Path, *, counting: bool, host_blocks: int = 40) -> None:
+        super().__init__(folder, Tier.HOST, counting=counting, host_blocks=host_blocks)
         assert self.plugin.offload is not None
         self.outcomes = dict.fromkeys(TierOutcome, 0)
         self.plugin.offload.bus.count(TierCopyEnded, self._ended)
@@ -55,13 +58,14 @@ class Reader(Served):
 
 def serve(folder: Path, seed: int, to_test: Connection, counting: bool, goes_on: bool) -> None:
     """Serve all prompts, and again from the host. Send how many blocks were loaded, and go on or rest until killed."""
-    random, served = Random(seed), Served(folder, Tier.HOST, counting=counting)
-    for prompt in FIRST * 2:
+    host_blocks = FEW_BLOCKS if goes_on else 40
+    random, served = Random(seed), Served(folder, Tier.HOST, counting=counting, host_blocks=host_blocks)
+    for prompt in FIRST[:2] * 2 if goes_on else FIRST * 2:
         served.run(prompt)
     to_test.send(served.fetched)
     while True:
         if goes_on:
-            served.run(random.choice(PROMPTS))
+            served.run(random.choice(MANY))
         else:
             signal.pause()
 
@@ -106,17 +110,17 @@ def test_r21_engines_that_are_killed_at_any_moment_leave_others_right(
     shared_memory: Path, counting: bool
 ) -> None:
     random = Random(SEED)
-    reader = Reader(shared_memory, counting=counting)
+    reader = Reader(shared_memory, counting=counting, host_blocks=FEW_BLOCKS)
     owners = [start(shared_memory, seed, counting=counting)[0] for seed in range(3)]
     try:
         for kill in range(KILLS):
             reader.step_until(lambda catalog: len(catalog.neighbours) >= 3)
-            for _ in range(random.randrange(12)):
-                reader.run(random.choice(PROMPTS))
+            for _ in range(random.randrange(60)):
+                reader.run(random.choice(MANY))
             victim = owners.pop(random.randrange(3))
             end(victim)
-            for _ in range(random.randrange(4)):
-                reader.run(random.choice(PROMPTS))
+            for _ in range(random.randrange(12)):
+                reader.run(random.choice(MANY))
             owners.append(start(shared_memory, 3 + kill, counting=counting)[0])
     finally:
         for owner in owners:
