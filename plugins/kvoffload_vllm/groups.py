@@ -51,7 +51,12 @@ class VllmGroups:
 
     @property
     def partly_hashed(self) -> dict[int, int]:
-        """The number of tokens in a block, by vLLM's group number, for groups whose blocks have several hashes."""
+        """The number of tokens in a block, by vLLM's group number, for groups whose blocks have several hashes.
+
+        Empty if kvoffload can use the keys that cover only a part of a block.
+        """
+        if self.shape.tail_tokens:
+            return {}
         specs = zip(self.ids, self.shape.groups, strict=True)
         return {number: spec.block_tokens for number, spec in specs if spec.block_tokens > self.hash_tokens}
 
@@ -99,6 +104,7 @@ def vllm_groups(
         match_tokens=match_tokens,
         in_flight_tokens=step_tokens * getattr(vllm_config, "max_concurrent_batches", 1),
         draft_tokens=_draft_tokens(vllm_config),
+        tail_tokens=_tail_tokens(vllm_config, specs, hash_tokens, features),
         promises=Promises(recovers_loads=recovers_loads, hands_off_states=features.hands_off_states),
     )
     return VllmGroups(shape, ids, hash_tokens)
@@ -178,6 +184,23 @@ def _drops_for_draft(vllm_config: VllmConfig) -> bool:
     # vLLM before 0.30 does not have `use_eagle_block_drop`.
     ask = getattr(draft, "use_eagle_block_drop", None) or draft.use_eagle
     return bool(ask())
+
+
+def _tail_tokens(
+    vllm_config: VllmConfig, specs: Sequence[GroupSpec], hash_tokens: int, features: Features
+) -> int:
+    """Return after a multiple of how many tokens a hit may end inside a block; 0 if vLLM has no such hits.
+
+    vLLM has them if `--prefix-match-unit` makes its hashes finer than a block with a recurrent state. It hands these states
+    to connectors, under the conditions of the groups below. kvoffload does not use them with a draft model that reads ahead
+    or with decode context parallelism.
+    """
+    sizes, kinds = {spec.block_tokens for spec in specs}, {spec.kind for spec in specs}
+    is_plain = kinds == {AttentionKind.FULL, AttentionKind.RECURRENT} and len(sizes) == 1
+    is_sharded = vllm_config.parallel_config.decode_context_parallel_size > 1
+    if not (features.hands_off_states and is_plain) or is_sharded or _drops_for_draft(vllm_config):
+        return 0
+    return hash_tokens if hash_tokens < min(sizes) else 0
 
 
 def _check_sizes(specs: Sequence[GroupSpec], match_tokens: int, hash_tokens: int) -> None:
