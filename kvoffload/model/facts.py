@@ -131,6 +131,13 @@ class TailHandedOff(NamedTuple):
     block: DeviceBlockId
 
 
+class DeviceCopy(NamedTuple):
+    """A copy of a block that the engine makes on the device, before a step's forward pass."""
+
+    source: DeviceBlockId
+    target: DeviceBlockId
+
+
 class StepScheduled(Fact, frozen=True):
     """The engine scheduled a step. Reported exactly once per step, including empty steps.
 
@@ -147,8 +154,7 @@ class StepScheduled(Fact, frozen=True):
             has the new keys of the states' requests.
         tails: recurrent states inside blocks, each reported once, with `EngineShape.tail_tokens` only. `progress` has
             the new blocks of their requests.
-        copies: the sources and targets of the copies of blocks that the step makes on the device. `reallocated` has the
-            targets.
+        copies: the copies of blocks that the step makes on the device. `reallocated` has their targets.
     """
 
     step: int
@@ -159,7 +165,7 @@ class StepScheduled(Fact, frozen=True):
     decode_tokens: int = 0
     states: tuple[StateHandedOff, ...] = ()
     tails: tuple[TailHandedOff, ...] = ()
-    copies: tuple[tuple[DeviceBlockId, DeviceBlockId], ...] = ()
+    copies: tuple[DeviceCopy, ...] = ()
 
     @property
     def is_idle(self) -> bool:

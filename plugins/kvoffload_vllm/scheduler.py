@@ -164,7 +164,7 @@ class VllmScheduler:
         for name in preempted:
             self._progress.forget(name)
         on_device = _copies_on_device(output) if output.kv_cache_block_copies else ()
-        copied = tuple([target for _, target in on_device]) if on_device else ()
+        copied = tuple([copy.target for copy in on_device]) if on_device else ()
         states, tails = self._states(output) if self._state_tokens else ((), ())
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         prefill, decoding = 0, len(scheduled)
@@ -301,10 +301,9 @@ class VllmScheduler:
         return tuple(states), tuple(tails)
 
 
-def _copies_on_device(output: SchedulerOutput) -> tuple[tuple[DeviceBlockId, DeviceBlockId], ...]:
-    """Return the source and the target of each copy of a block that vLLM makes on the device before a step."""
+def _copies_on_device(output: SchedulerOutput) -> tuple[facts.DeviceCopy, ...]:
     copies = output.kv_cache_block_copies or ()
-    return tuple([(DeviceBlockId(copy.src_block_id), DeviceBlockId(copy.dst_block_id)) for copy in copies])
+    return tuple([facts.DeviceCopy(copy.src_block_id, copy.dst_block_id) for copy in copies])
 
 
 def _count_prefill(output: SchedulerOutput) -> tuple[int, int]:

@@ -391,3 +391,36 @@ def test_a_state_whose_fetch_failed_counts_as_the_missing_block() -> None:
     fetch(world, last)
     world.finish()
     assert world.admit(last) == 4
+
+
+# -- tails: hits that end inside a block -----------------------------------------------------------------------------
+
+
+def with_tails(**chosen: bool | int | str) -> World:
+    """Return a world whose hits may end after every second token, in blocks of four."""
+    return World(recurrent(), full(group=1), promises=PROMISES, tail_tokens=2, **chosen)  # type: ignore[arg-type]
+
+
+def stop_at(world: World, request: Req, *ends: int) -> None:
+    """Let a request compute its text in chunks with these ends, as vLLM does for the states that it keeps."""
+    for end in ends:
+        world.step(request, tokens=end - request.computed)
+
+
+def serve_with_tail(world: World, name: str, text: str) -> None:
+    """Serve a request in chunks that end at the last whole block and at the last hash."""
+    request = world.admitted(name, text)
+    world.step_and_copy()
+    stop_at(world, request, *sorted({end for end in (len(text) // 4 * 4, (len(text) - 1) // 2 * 2) if end > request.computed}))
+    world.run(request)
+    world.end_and_drain(request)
+    world.device.forget_keys()
+
+
+def test_a_hit_ends_at_the_last_state_inside_a_block() -> None:
+    world = with_tails()
+    serve_with_tail(world, "first", "abcdefghijk")  # states after 8 and after 10 tokens
+    request = world.add("next", "abcdefghijXYZ")
+    assert world.admit(request) == 10
+    world.load_and_run(request)  # The world checks every block that the request reads.
+    assert world.results == [("next", True)]
