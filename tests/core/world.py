@@ -266,6 +266,7 @@ class Req:
     tables: list[list[DeviceBlockId]] = field(default_factory=list)
     computed: int = 0
     reported_keys: list[int] = field(default_factory=list)
+    prompt: str = ""
     # the tokens found on the device and on the host at the last admission
     brought: tuple[int, int] = (0, 0)
 
@@ -476,16 +477,18 @@ class World:
     def add(
         self, name: str, text: str, *, reads_cache: bool = True, limits: facts.Limits = facts.NO_LIMITS
     ) -> Req:
-        request = Req(RequestId(name), text)
+        request = Req(RequestId(name), text, prompt=text)
         self.requests[name] = request
         keys = tuple(tuple(keys_of(text, group)) for group in self.groups)
         request.reported_keys = [len(each) for each in keys]
-        hashes = tuple(text[:end].encode() for end in self._ends_of_hashes(text))
-        fact = facts.RequestSeen(request.name, len(text), keys, reads_cache, self.persists, limits, None, hashes)
+        hashes = tuple(text[:end].encode() for end in self.ends_of_hashes(text))
+        fact = facts.RequestSeen(
+            request.name, len(text), keys, reads_cache, self.persists, limits, None, hashes
+        )
         self.tell(fact)
         return request
 
-    def _ends_of_hashes(self, text: str) -> range:
+    def ends_of_hashes(self, text: str) -> range:
         unit = self.shape.tail_tokens
         return range(unit, len(text) + 1, unit) if unit else range(0)
 
@@ -590,7 +593,7 @@ class World:
         reallocated = [copy.target for copy in copies]
         self.until_report = (self.until_report or self.report_every) - 1
         for request in running:
-            end = min(len(request.text), request.computed + tokens)
+            end = self._end_of_chunk(request, tokens)
             new_blocks = self._grow(request, end)
             if new_blocks is None:
                 continue
@@ -625,6 +628,15 @@ class World:
         for request, end in chunks:
             self._compute(request, end)
         return plan
+
+    def _end_of_chunk(self, request: Req, tokens: int) -> int:
+        """Return where a step of a request ends. With tails, it stops at the last states to keep, as vLLM does."""
+        end = min(len(request.text), request.computed + tokens)
+        if not self.shape.tail_tokens:
+            return end
+        size, last = self.shape.alignment, len(request.prompt) - 1
+        stops = (last // size * size, last // self.shape.tail_tokens * self.shape.tail_tokens)
+        return min((stop for stop in stops if request.computed < stop < end), default=end)
 
     def _progress(self, name: str) -> facts.Progress:
         request, late = self.requests[name], tuple(map(tuple, self.late.pop(name)))
@@ -907,7 +919,8 @@ class World:
     def _tails(self, request: Req) -> Iterator[tuple[facts.DeviceCopy, facts.TailHandedOff]]:
         """Copy the states after the request's last hash, if it has computed just these tokens, and yield them."""
         tokens = request.computed
-        if tokens not in self._ends_of_hashes(request.text[:-1])[-1:] or not tokens % self.shape.alignment:
+        is_last = tokens in self.ends_of_hashes(request.prompt[:-1])[-1:]
+        if not is_last or not tokens % self.shape.alignment or len(self.device.free) < len(self.groups):
             return
         for group, table in zip(self.groups, request.tables, strict=True):
             key, block = key_at(request.text, tokens, group.group), table[-1]
