@@ -104,7 +104,7 @@ def vllm_groups(
         match_tokens=match_tokens,
         in_flight_tokens=step_tokens * getattr(vllm_config, "max_concurrent_batches", 1),
         draft_tokens=_draft_tokens(vllm_config),
-        tail_tokens=_tail_tokens(vllm_config, specs, hash_tokens, features),
+        tail_tokens=_tail_tokens(vllm_config, specs, (match_tokens, hash_tokens), features),
         promises=Promises(recovers_loads=recovers_loads, hands_off_states=features.hands_off_states),
     )
     return VllmGroups(shape, ids, hash_tokens)
@@ -187,20 +187,26 @@ def _drops_for_draft(vllm_config: VllmConfig) -> bool:
 
 
 def _tail_tokens(
-    vllm_config: VllmConfig, specs: Sequence[GroupSpec], hash_tokens: int, features: Features
+    vllm_config: VllmConfig, specs: Sequence[GroupSpec], sizes: tuple[int, int], features: Features
 ) -> int:
     """Return after a multiple of how many tokens a hit may end inside a block; 0 if vLLM has no such hits.
 
-    vLLM has them if `--prefix-match-unit` makes its hashes finer than a block with a recurrent state. It hands these states
-    to connectors, under the conditions of the groups below. kvoffload does not use them with a draft model that reads ahead
-    or with decode context parallelism.
+    vLLM has them if `--prefix-match-unit` makes its hashes finer than a block with a recurrent state. Its own connectors
+    also need groups of equal blocks without windows. With a draft model that reads ahead, they look for the attention of a
+    tail under a later hash, and kvoffload uses no tails.
     """
-    sizes, kinds = {spec.block_tokens for spec in specs}, {spec.kind for spec in specs}
-    is_plain = kinds == {AttentionKind.FULL, AttentionKind.RECURRENT} and len(sizes) == 1
+    match_tokens, hash_tokens = sizes
+    kinds = {spec.kind for spec in specs}
+    is_plain = kinds == {AttentionKind.FULL, AttentionKind.RECURRENT}
+    is_equal = {spec.block_tokens for spec in specs} == {match_tokens}
     is_sharded = vllm_config.parallel_config.decode_context_parallel_size > 1
-    if not (features.hands_off_states and is_plain) or is_sharded or _drops_for_draft(vllm_config):
+    if (
+        not (is_plain and is_equal and features.hands_off_states)
+        or is_sharded
+        or _drops_for_draft(vllm_config)
+    ):
         return 0
-    return hash_tokens if hash_tokens < min(sizes) else 0
+    return hash_tokens if hash_tokens < match_tokens else 0
 
 
 def _check_sizes(specs: Sequence[GroupSpec], match_tokens: int, hash_tokens: int) -> None:
