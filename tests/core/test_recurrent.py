@@ -429,13 +429,27 @@ def test_a_hit_ends_at_the_last_state_inside_a_block(text: str) -> None:
     assert world.results == [("next", True)]
 
 
-def test_a_whole_block_of_attention_replaces_that_of_a_tail() -> None:
+def with_whole_block() -> World:
+    """Return a world whose host has the tail of 10 tokens, and the whole block and the state of 12 tokens."""
     world = with_tails()
     first = world.admitted("first", PROMPT + "l")
     for _ in range(4):
         world.step_and_copy()
     world.end_and_drain(first)
     world.device.forget_keys()
+    return world
+
+
+def test_a_state_after_a_whole_block_is_never_used_for_a_tail() -> None:
+    world = with_whole_block()
+    request = world.add("again", PROMPT + "l")
+    assert world.admit(request) == 10  # the last token is always computed
+    world.load_and_run(request)
+    assert world.shape.tail_key(world.groups[0], (b"", b"", b"", b"", b"", b""), 12) is None
+
+
+def test_a_whole_block_of_attention_replaces_that_of_a_tail() -> None:
+    world = with_whole_block()
     world.lose(key_at(PROMPT + "l", 12))
     world.lose(key_at(PROMPT, 10, 1))
     assert world.lookup(world.add("other", NEXT)) == 8
@@ -447,7 +461,10 @@ def test_a_whole_block_of_attention_replaces_that_of_a_tail() -> None:
 def test_a_tail_is_found_without_the_state_at_the_block_before_it() -> None:
     world = with_tail_of(PROMPT)
     world.lose(key_at(PROMPT, 8))
-    assert world.admit(world.add("next", NEXT)) == 10
+    assert world.admit(world.add("next", NEXT + "uvw")) == 10
+    assert (
+        world.miss() is MissCause.NEVER_SEEN
+    )  # not NO_STATE, because the next block's attention is missing, too
 
 
 def test_a_tail_before_later_attention_blocks_is_found() -> None:
