@@ -85,8 +85,8 @@ class EngineShape:
             )
         if self.tail_tokens and not self._has_tails:
             problems.append(
-                f"tail_tokens is {self.tail_tokens}; it needs equal blocks of a multiple of that, full attention and "
-                "recurrent groups only, and no lookahead"
+                f"tail_tokens is {self.tail_tokens}; it needs full attention and recurrent groups, with equal "
+                "blocks of a multiple of that, and no lookahead"
             )
         if problems:
             raise EngineContractError("; ".join(problems))
@@ -97,7 +97,7 @@ class EngineShape:
         kinds = {group.kind for group in self.groups}
         ahead = any(group.has_lookahead for group in self.groups)
         is_divided = len(sizes) == 1 and not min(sizes) % self.tail_tokens
-        return is_divided and kinds <= {AttentionKind.FULL, AttentionKind.RECURRENT} and not ahead
+        return is_divided and kinds == {AttentionKind.FULL, AttentionKind.RECURRENT} and not ahead
 
     @cached_property
     def alignment(self) -> int:

@@ -192,7 +192,7 @@ def _tail_tokens(
     """Return after a multiple of how many tokens a hit may end inside a block; 0 if vLLM has no such hits.
 
     vLLM has them if `--prefix-match-unit` makes its hashes finer than a block with a recurrent state. Its own connectors
-    also need groups of equal blocks without windows. With a draft model that reads ahead, they look for the attention of a
+    also need groups of equal blocks without windows. With lookahead of a draft model, they look for the attention of a
     tail under a later hash, and kvoffload uses no tails.
     """
     match_tokens, hash_tokens = sizes

@@ -650,5 +650,8 @@ def test_a_tail_is_spilled_and_fetched() -> None:
     ],
 )
 def test_an_engine_with_other_groups_has_no_tails(groups: tuple[GroupSpec, ...]) -> None:
-    with pytest.raises(EngineContractError, match="tail_tokens is 2; it needs equal blocks"):
+    with pytest.raises(
+        EngineContractError,
+        match="tail_tokens is 2; it needs full attention and recurrent groups, with equal",
+    ):
         EngineShape(groups, 1, 8, 8, tail_tokens=2)
