@@ -404,8 +404,9 @@ NEXT = "abcdefghijXYZ"
 """It shares the first 10 tokens with `PROMPT`."""
 
 
-def with_tails(*, tail_tokens: int = 2, **chosen: bool | int | str) -> World:
-    return World(recurrent(), full(group=1), promises=PROMISES, tail_tokens=tail_tokens, **chosen)  # type: ignore[arg-type]  # each by its name
+def with_tails(**chosen: bool | int | str) -> World:
+    settings = {"tail_tokens": 2, **chosen}
+    return World(recurrent(), full(group=1), promises=PROMISES, **settings)  # type: ignore[arg-type]  # each by its name
 
 
 def with_tail_of(prompt: str, **chosen: bool | int | str) -> World:
