@@ -34,6 +34,7 @@ class Sizes:
         device_blocks: the number of blocks in the device's KV cache.
         engines: how many engines of these sizes run on this machine.
         device_bytes: bytes of the KV cache on one rank, if they are known without the size of a block.
+        sharers: how many ranks have the same bytes in their blocks and may share one copy.
     """
 
     ranks: int = 1
@@ -42,6 +43,7 @@ class Sizes:
     device_blocks: int | None = None
     engines: int = 1
     device_bytes: int | None = None
+    sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,11 @@ class Setup:
     config: OffloadConfig
     sizes: Sizes = Sizes()
     pins: bool = False
+
+    @property
+    def copies(self) -> int:
+        """Return how many copies of a block an engine keeps on the host of this machine."""
+        return self.sizes.ranks // self.sizes.sharers if self.config.host_share else self.sizes.ranks
 
 
 @dataclass(frozen=True, slots=True)

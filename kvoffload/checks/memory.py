@@ -38,10 +38,10 @@ def needed_bytes(setup: Setup) -> int:
     If a block's size is known, each rank's share is rounded down to whole blocks.
     """
     sizes = setup.sizes
-    share = setup.config.host_bytes // sizes.ranks
+    share = setup.config.host_bytes // setup.copies
     if sizes.block_bytes is not None:
         share -= share % sizes.block_bytes
-    return sizes.engines * sizes.ranks * share
+    return sizes.engines * setup.copies * share
 
 
 def _host_memory(setup: Setup) -> Finding:
@@ -166,8 +166,10 @@ def _host_pool(setup: Setup) -> Finding:
     sizes, config = setup.sizes, setup.config
     if not sizes.block_bytes or not sizes.device_blocks:
         return _host_pool_by_bytes(setup)
-    slots = config.host_bytes // sizes.ranks // sizes.block_bytes
+    slots = config.host_bytes // setup.copies // sizes.block_bytes
     ratio = f"{slots:,} blocks on the host, {sizes.device_blocks:,} on the device"
+    if setup.copies < sizes.ranks:
+        ratio += f" (host_copies {setup.copies}: {sizes.sharers} ranks share one)"
     if slots == 0:
         return fail(
             f"{ratio}: one block takes {size_text(sizes.block_bytes)} on each rank", "raise host_bytes"
@@ -180,7 +182,7 @@ def _host_pool_by_bytes(setup: Setup) -> Finding:
     if not device:
         lacking = "give --kv-cache-memory-bytes or --device-blocks" if block else "needs the model sizes"
         return unknown("whether the host holds more blocks than the device", lacking)
-    host = setup.config.host_bytes // setup.sizes.ranks
+    host = setup.config.host_bytes // setup.copies
     ratio = f"{size_text(host)} on the host, {size_text(device)} on the device, on each rank (by bytes)"
     return _compared(setup, ratio, host, device, device)
 
@@ -196,7 +198,7 @@ def _compared(setup: Setup, ratio: str, host: int, device: int, device_bytes: in
         device_bytes: the bytes of the KV cache on one rank.
     """
     if host < _WORTH * device and setup.config.store_policy != "lazy":
-        whole = size_text(device_bytes * setup.sizes.ranks)
+        whole = size_text(device_bytes * setup.copies)
         return warn(
             f"{ratio}: the host holds little that the device does not hold too",
             f"raise host_bytes to several times the device's {whole}, or set store_policy to lazy, "
@@ -210,7 +212,7 @@ def _longest_prefix(setup: Setup) -> Finding | None:
     block, device, config = setup.sizes.block_bytes, setup.sizes.device_blocks, setup.config
     if not (block and device and config.has_tiers):
         return None
-    slots = config.host_bytes // setup.sizes.ranks // block
+    slots = config.host_bytes // setup.copies // block
     if not slots:
         return None  # "host pool" has reported this, or `host_bytes` is not known.
     if slots >= device:
@@ -220,7 +222,7 @@ def _longest_prefix(setup: Setup) -> Finding | None:
     return warn(
         f"of a prompt with more than {slots:,} blocks, disk and remote tier give back only the first {slots:,}, because "
         "blocks pass through host memory",
-        f"raise host_bytes above the longest prompt's KV, with {size_text(block * setup.sizes.ranks)} for each block",
+        f"raise host_bytes above the longest prompt's KV, with {size_text(block * setup.copies)} for each block",
     )
 
 

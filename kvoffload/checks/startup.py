@@ -30,6 +30,7 @@ def examine_rank(
     layout: DeviceLayout,
     *,
     local_ranks: int | None = None,
+    sharers: int = 1,
     checks: Iterable[Check] = (*memory.CHECKS, memory.COPY_SPEED),
 ) -> list[Finding]:
     """Check the host memory that this rank is about to use, and return the warnings and errors.
@@ -43,6 +44,7 @@ def examine_rank(
         config: the operator's settings.
         layout: the layout of the rank's KV memory.
         local_ranks: how many of the engine's ranks run on this machine; by default all of them.
+        sharers: how many ranks share one copy of their blocks.
         checks: the checks to run.
     """
     local_ranks = local_ranks or ranks
@@ -56,6 +58,7 @@ def examine_rank(
         block_bytes=layout.slot_bytes,
         page_bytes=layout.page_bytes,
         device_blocks=layout.regions[0].blocks - 1,  # the engine's null block is not counted
+        sharers=sharers,
     )
     config = replace(config, host_bytes=config.host_bytes // ranks * local_ranks)
     return examine(checks, Setup(config, sizes, pins=layout.device.startswith("cuda")))

@@ -86,21 +86,31 @@ class EngineConfig:
     max_model_len: int = 4096
     step_tokens: int = 512  # token budget of one step, over all its requests
     max_requests: int = 64  # the maximum number of requests that run or load at the same time
-    ranks: int = 1  # the number of pipeline stages, all in this process
+    ranks: int = 1  # the number of workers, all in this process
+    replicas: int = (
+        1  # how many ranks, with consecutive numbers, each have the whole KV of one pipeline stage
+    )
     device: str = "cpu"  # "cpu", "cuda" or "cuda:N"
     plugin_config: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _raise_if_any(self._problems())
 
+    @property
+    def stages(self) -> int:
+        """Return the number of pipeline stages."""
+        return self.ranks // max(self.replicas, 1)
+
     def _problems(self) -> Iterator[str]:
-        yield from _not_positive(self, "block_tokens max_model_len step_tokens max_requests ranks")
+        yield from _not_positive(self, "block_tokens max_model_len step_tokens max_requests ranks replicas")
         if self.num_blocks is not None and self.num_blocks < 2:
             yield f"num_blocks must be at least 2 (one is the null block), not {self.num_blocks}"
-        if self.ranks > self.model.layers_per_group:
+        if self.replicas > 0 and self.ranks % self.replicas:
+            yield f"ranks ({self.ranks}) must be a multiple of replicas ({self.replicas})"
+        if self.stages > self.model.layers_per_group:
             yield (
-                f"ranks must be at most {self.model.layers_per_group}, the layers in each group, not {self.ranks}: "
-                f"every rank needs at least one layer"
+                f"ranks must be at most {self.model.layers_per_group}, the layers in each group, not {self.stages}: "
+                f"every rank needs at least one layer, unless it is a replica"
             )
         if not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
             yield f'device must be "cpu", "cuda" or "cuda:N", not {self.device!r}'

@@ -35,23 +35,27 @@ class Runner:
     """Holds the weights and the physical KV tensors, and runs the model.
 
     There is one KV tensor per layer of a group, [num_blocks, 2, block_tokens, kv_heads, head_dim]. Each tensor serves
-    one layer of each group; these layers use different blocks.
+    one layer of each group; these layers use different blocks. With replicas, each tensor exists several times, and the
+    layers take turns in whose result the model goes on with, so that it depends on the bytes of each.
     """
 
     def __init__(self, config: EngineConfig, groups: Sequence[GroupFacts], num_blocks: int) -> None:
-        self._ranks = config.ranks
+        self._replicas, self._stages = config.replicas, config.stages
         self._device = usable_device(config.device)
         self._model = Transformer(config.model, config.max_model_len, self._device)
         self._input_maker = InputMaker(groups, self._device, getattr(torch, config.model.dtype))
-        self.kv_tensors = _allocate_kv(config, num_blocks, self._device)
+        # of each replica, one tensor per layer of a group
+        self.kv_tensors = [_allocate_kv(config, num_blocks, self._device) for _ in range(config.replicas)]
 
     def rank_tensors(self, rank: int) -> list[torch.Tensor]:
-        """Return the tensors of one pipeline stage.
+        """Return the tensors of a rank, which has one replica of one pipeline stage.
 
         Each stage gets a contiguous share of the tensors; the shares are as even as possible.
         """
-        count = len(self.kv_tensors)
-        return self.kv_tensors[rank * count // self._ranks : (rank + 1) * count // self._ranks]
+        stage, replica = divmod(rank, self._replicas)
+        tensors = self.kv_tensors[replica]
+        count = len(tensors)
+        return tensors[stage * count // self._stages : (stage + 1) * count // self._stages]
 
     @torch.inference_mode()
     def launch(self, batch: Batch) -> torch.Tensor:
@@ -72,7 +76,7 @@ class Runner:
 class _PagedAttention:
     """The attention or recurrence of one step. Layer `l` is in group `l % groups` and in tensor `l // groups`."""
 
-    def __init__(self, kv_tensors: Sequence[torch.Tensor], inputs: BatchInput) -> None:
+    def __init__(self, kv_tensors: Sequence[Sequence[torch.Tensor]], inputs: BatchInput) -> None:
         self._kv_tensors = kv_tensors
         self._groups = inputs.groups
 
@@ -80,11 +84,16 @@ class _PagedAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         tensor, index = divmod(layer, len(self._groups))
-        pages, group = self._kv_tensors[tensor], self._groups[index]
-        if isinstance(group, AttentionInput):
-            write_kv(pages, group, key, value)
-            return attend(pages, group, query)
-        return recur(pages, group, query, key, value)
+        group = self._groups[index]
+        found = []
+        for replica in self._kv_tensors:
+            pages = replica[tensor]
+            if isinstance(group, AttentionInput):
+                write_kv(pages, group, key, value)
+                found.append(attend(pages, group, query))
+            else:
+                found.append(recur(pages, group, query, key, value))
+        return found[layer % len(found)]
 
 
 def write_kv(pages: torch.Tensor, group: AttentionInput, key: torch.Tensor, value: torch.Tensor) -> None:

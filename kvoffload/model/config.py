@@ -141,6 +141,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
         Bytes | None,
         _key("bytes that files of stopped engines in host_path may take", unset="host_bytes and an eighth"),
     ] = None
+    host_share: Annotated[
+        Switch, _key("ranks whose blocks have the same bytes share one copy, on the host and on lower tiers")
+    ] = True
     store_policy: Annotated[Policy, _key("store blocks once computed, or before the device evicts them")] = (
         "eager"
     )

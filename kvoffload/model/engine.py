@@ -52,6 +52,8 @@ class EngineShape:
     Args:
         groups: the KV cache groups, in the order of every per-group tuple.
         ranks: the number of workers; each has its own shard of every block.
+        sharers: how many ranks, with consecutive numbers on the same machine, have the same shard and share one copy of it
+            on the host and on lower tiers.
         device_blocks: the number of blocks in the device's pool.
         step_tokens: the maximum number of tokens that one step computes.
         in_flight_tokens: the maximum number of tokens that all steps in flight compute; 0 stands for `step_tokens`.
@@ -72,6 +74,7 @@ class EngineShape:
     draft_tokens: int = 0
     tail_tokens: int = 0
     promises: Promises = field(default_factory=Promises)
+    sharers: int = 1
 
     def __post_init__(self) -> None:
         problems = []
@@ -79,6 +82,8 @@ class EngineShape:
             problems.append("the groups must be numbered in order, from 0")
         if self.ranks < 1:
             problems.append(f"there are {self.ranks} ranks; there must be at least 1")
+        elif self.sharers < 1 or self.ranks % self.sharers:
+            problems.append(f"{self.sharers} ranks share a copy, which must divide the {self.ranks} ranks")
         if any(self.match_tokens % group.block_tokens for group in self.groups):
             problems.append(
                 f"match_tokens is {self.match_tokens}, not a multiple of every group's block_tokens"

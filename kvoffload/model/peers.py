@@ -447,7 +447,7 @@ PEERS = {
             "DYN_KVBM_METRICS": _METRICS,
             "DYN_KVBM_METRICS_PORT": _METRICS,
             "DYN_KVBM_ENABLE_RECORD": _no("journal_path records what was stored and found"),
-            "DYN_KVBM_NCCL_MLA_MODE": _no("each rank keeps and loads its own copy", "false"),
+            "DYN_KVBM_NCCL_MLA_MODE": _no("ranks with the same KV share one copy", "false", "true"),
             "DYN_KVBM_*": _no("belongs to KVBM's leader and transfers; kvoffload runs inside the engine"),
             "leader.cache.host.cache_size_gb": Counterpart(
                 "host_bytes", f"in 10^9 bytes; {_HOST}", partial(_size, unit=_GB)

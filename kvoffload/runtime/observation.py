@@ -64,7 +64,7 @@ class Observation:
         self._config = config
         self._clocks = clocks
         self._now = clocks.monotonic
-        self.info = info_labels(identity, config)
+        self.info = info_labels(identity, config, shape.ranks // shape.sharers)
         self.spans = make_spans(config, shape, clocks.unix)
         self.journal = Journal(
             bus.hook,

@@ -66,7 +66,7 @@ class RemoteCatalog:
 
     Args:
         place: the tier's address, and a function that identifies this engine's KV.
-        ranks: the engine's number of ranks.
+        ranks: how many ranks write a value of their own for each block.
         portal: provides threads that may wait for the tier.
         monotonic: returns the time in seconds, from a clock that never goes back.
         timeout_s: seconds after which a call to the tier has failed.

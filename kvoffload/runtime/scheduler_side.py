@@ -445,7 +445,7 @@ class SchedulerSide:
             )
             self.faults.in_doubt = host.distrust
             self._unopened = host
-        return found | catalogs_of(places, Scheduler(config, ranks, portal, clocks, key))
+        return found | catalogs_of(places, Scheduler(config, ranks, portal, clocks, key, self.shape.sharers))
 
     def _look_at_reset(self, *, is_new: bool = False) -> None:
         """Publish the end of the last reset, if all jobs that were open at the reset have ended or were abandoned."""

@@ -94,6 +94,7 @@ class Scheduler:
         portal: provides threads that may wait for a tier.
         clocks: the clocks to read.
         key: authenticates what the tiers hold; None if all writers of these tiers are trusted.
+        sharers: how many ranks share one copy of each block.
     """
 
     config: OffloadConfig
@@ -101,6 +102,7 @@ class Scheduler:
     portal: Portal
     clocks: Clocks
     key: TierKey | None = None
+    sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,7 @@ class Worker:
         clock: the clock for time limits and reports.
         checksums: the checksums of the host slots; None if none are kept.
         key: authenticates what the tiers hold; None if all writers of these tiers are trusted.
+        sharers: how many ranks share one copy of each block.
     """
 
     config: OffloadConfig
@@ -125,6 +128,7 @@ class Worker:
     clock: Clock
     checksums: Checksums | None = None
     key: TierKey | None = None
+    sharers: int = 1
 
 
 class TierKind(NamedTuple):
@@ -188,7 +192,8 @@ def _remote_place(config: OffloadConfig, identify: Identify, _: int) -> RemotePl
 
 def _remote_catalog(place: RemotePlace, engine: Scheduler) -> RemoteCatalog:
     timeout_s = engine.config.remote_timeout_s
-    return RemoteCatalog(place, engine.ranks, engine.portal, engine.clocks.monotonic, timeout_s, engine.key)
+    copies = engine.ranks // engine.sharers
+    return RemoteCatalog(place, copies, engine.portal, engine.clocks.monotonic, timeout_s, engine.key)
 
 
 def _remote_copies(place: RemotePlace, worker: Worker) -> TierJobs:
@@ -196,7 +201,8 @@ def _remote_copies(place: RemotePlace, worker: Worker) -> TierJobs:
     timeout_s, monotonic = worker.config.remote_timeout_s, worker.clock.monotonic
     connect = partial(open_store, place.address, timeout_s)
     calls = remote_calls(connect, executor, monotonic, timeout_s, rank=worker.rank)
-    mover = RemoteMover(worker.rank, worker.ranks, worker.arena, worker.checksums, worker.key)
+    copy, copies = worker.rank // worker.sharers, worker.ranks // worker.sharers
+    mover = RemoteMover(copy, copies, worker.arena, worker.checksums, worker.key)
     return TierJobs(Tier.REMOTE, calls, mover, worker.arena.layout.slot_bytes, monotonic)
 
 

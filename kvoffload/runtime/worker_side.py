@@ -13,18 +13,16 @@ from kvoffload.logs import get_logger
 from kvoffload.model.config import OffloadConfig, size_text
 from kvoffload.model.errors import CopyError
 from kvoffload.model.ids import Rank
-from kvoffload.model.wire import SlotsFile, Tier, TierStatus, TransferPlan, TransferReport
-from kvoffload.node.folder import check_free, free_bytes, make_room
-from kvoffload.node.table import table_bytes
+from kvoffload.model.wire import AnyJob, Tier, TransferPlan, TransferReport
 from kvoffload.runtime.portal import Portal
+from kvoffload.runtime.rank_memory import RankMemory, Ranks, open_memory
 from kvoffload.runtime.tier_kinds import Places, Worker, copies_of
-from kvoffload.transfer.arena import Arena, slots_in_chunk
+from kvoffload.transfer.arena import Arena
 from kvoffload.transfer.factory import make_allocator, make_checksums, make_copier
-from kvoffload.transfer.host_file import HostFile, RankShape, open_host_file
-from kvoffload.transfer.host_memory import fits, slots_for
 from kvoffload.transfer.layout import check_pieces
 from kvoffload.transfer.ports import Clocks
 from kvoffload.transfer.pump import TransferPump
+from kvoffload.transfer.sharing import ALONE, SharedJobs, Sharing
 from kvoffload.transfer.tier_jobs import TierJobs, TierReport
 
 if TYPE_CHECKING:
@@ -48,6 +46,7 @@ class WorkerSide:
     Args:
         rank, ranks: the rank's number, and the number of ranks.
         local_ranks: how many ranks, with consecutive numbers, run on this machine; by default all ranks.
+        sharing: which ranks share host memory; by default none.
         config: the operator's settings.
         portal: runs the transfer coroutine.
         clock: the transfer coroutine's clock.
@@ -67,11 +66,12 @@ class WorkerSide:
         copier: Copier | None = None,
         places: Places | None = None,
         local_ranks: int | None = None,
+        sharing: Sharing = ALONE,
         tier_key: TierKey | None = None,
     ) -> None:
         self._rank = rank
-        self._ranks = ranks
-        self._local_ranks = local_ranks or ranks
+        self._ranks = Ranks(rank, ranks, local_ranks or ranks, sharing)
+        self._shared = None if sharing.ranks == 1 else SharedJobs(rank % sharing.ranks, sharing.ranks)
         self._config = config
         self._portal = portal
         self._clock = clock or Clocks()
@@ -79,10 +79,7 @@ class WorkerSide:
         self._places = places or {}
         self._tier_key = tier_key
         self._tiers: dict[Tier, TierJobs] = {}
-        self._file: HostFile | None = None
-        self._prepared_s = 0.0  # how long it took until all host memory was ready; 0 until then
-        self._reported_s = 0.0  # what the last report had of this time
-        self._file_report: TierReport | None = None  # the last one, as it is repeated
+        self._memory = RankMemory(0)
         self._pump: TransferPump | None = None
         self._tasks: list[Future[None]] = []
         # The arena, and when pinning its memory began; None after the first step, or if no memory is pinned.
@@ -101,11 +98,9 @@ class WorkerSide:
                 each block in one piece and the engine stores blocks in several pieces.
         """
         check_pieces(self._config.layout, layout)
-        # The machine's first rank checks for all ranks, because free memory shrinks while ranks allocate theirs.
-        ranks = self._local_ranks if self._rank % self._local_ranks == 0 else 1
         executor = self._portal.executor
-        slots = self._open_memory(layout, ranks)
-        file = self._file
+        self._memory = memory = open_memory(self._config, self._ranks, layout, self._places.get(Tier.HOST))
+        slots, file = memory.slots, memory.file
         arena = Arena(layout, slots, make_allocator(layout, executor=executor, file=file), clock=self._clock)
         copier = self._copier or make_copier(
             layout, executor=executor, clock=self._clock, batch_copies=self._config.batch_copies
@@ -126,12 +121,13 @@ class WorkerSide:
         shared = Worker(
             self._config,
             self._rank,
-            self._ranks,
+            self._ranks.count,
             arena,
             self._portal,
             self._clock,
             checksums,
             self._tier_key,
+            self._ranks.sharing.ranks,
         )
         self._tiers = copies_of(self._places, shared)
         began = self._clock.monotonic()
@@ -148,41 +144,12 @@ class WorkerSide:
             rank=self._rank,
             host_bytes=size_text(self._config.host_bytes),
             slots=slots,
+            host_copies=self._ranks.copies,
             slot_bytes=layout.slot_bytes,
             times_device=round(slots / (layout.regions[0].blocks - 1), 1),  # not counting the null block
             store_policy=self._config.store_policy,
             verify=self._config.verify,
         )
-        return slots
-
-    def _open_memory(self, layout: DeviceLayout, ranks: int) -> int:
-        """Return how many slots to prepare. Open the file of host memory, if it lies in files.
-
-        Args:
-            layout: the rank's device layout.
-            ranks: for how many ranks to check that their memory fits.
-
-        Raises:
-            ConfigError: the memory does not fit, or the file cannot be used.
-        """
-        config, place = self._config, self._places.get(Tier.HOST)
-        bytes_per_rank = config.host_bytes // self._ranks
-        if place is None:
-            return slots_for(bytes_per_rank, layout, ranks=ranks)
-        claim = place.claim()
-        try:
-            slots = bytes_per_rank // layout.slot_bytes
-            # While the scheduler's process writes its table, that of the process before is still there.
-            size = ranks * slots * layout.slot_bytes + 2 * table_bytes(slots, self._ranks) - claim.size
-            if self._rank % self._local_ranks == 0:
-                make_room(place, lambda: not fits(size) or free_bytes(place.root) < size)
-            slots = slots_for(bytes_per_rank, layout, ranks=ranks, kept=claim.size)
-            check_free(place.root, size)
-            shape = RankShape(self._rank, layout, slots_in_chunk(layout), config.verify)
-            self._file = open_host_file(claim, shape, slots)
-        except BaseException:
-            claim.close()
-            raise
         return slots
 
     def unregister(self) -> None:
@@ -240,9 +207,13 @@ class WorkerSide:
 
         Stores wait for the device work that the calling thread has enqueued before (R13).
         """
-        if plan.stores:
-            self.pump.submit_stores(plan.stores)
-        for job in plan.below:
+        stores: Sequence[AnyJob] = plan.stores
+        below: Sequence[AnyJob] = plan.below
+        if self._shared is not None:
+            stores, below = self._shared.own(stores), self._shared.own(below)
+        if stores:
+            self.pump.submit_stores(stores)
+        for job in below:
             self._tiers[job.tier].submit(job)
         if plan.cancelled:
             for tier in self._tiers.values():
@@ -257,12 +228,17 @@ class WorkerSide:
             pump.poll()
         taken = [tier.take() for tier in self._tiers.values()] if self._tiers else ()
         below = [report for report in taken if report is not None]
-        if self._file is not None:
-            below.insert(0, self._take_file_report(self._file))
-        if not below:
+        if self._memory.is_found_later:
+            below.insert(0, self._memory.take_report())
+        shared = self._shared
+        if not below and shared is None:
             return pump.take_report()
-        report = pump.take_report(is_due=any(each.is_new for each in below))
-        return report if report is None else with_tiers(report, below)
+        is_due = any(each.is_new for each in below) or (shared is not None and shared.is_due)
+        report = pump.take_report(is_due=is_due)
+        if report is None:
+            return None
+        report = with_tiers(report, below)
+        return report if shared is None else shared.whole(report)
 
     def close(self) -> None:
         """Wait for started copies to end, and free the memory. In a forked child, do nothing.
@@ -276,17 +252,13 @@ class WorkerSide:
             tier.close()
         for task in self._tasks:
             task.cancel()
-        file, self._file = self._file, None
         may_still_write = False
         try:
             self._run(pump.close)
         except Exception as error:  # The engine must be able to close its other parts.
             may_still_write = True
             log.error("worker_not_closed", rank=self._rank, error=repr(error), exc_info=error)
-        if file is not None:
-            if not self._config.host_keep:
-                file.remove()
-            file.close(may_still_write=may_still_write)
+        self._memory.close(keeps=self._config.host_keep, may_still_write=may_still_write)
 
     def _run(
         self, async_fn: Callable[P, Coroutine[object, object, Answer]], *args: P.args, **kwargs: P.kwargs
@@ -300,28 +272,17 @@ class WorkerSide:
             if portal is not self._portal:
                 portal.close()
 
-    def _take_file_report(self, file: HostFile) -> TierReport:
-        """Return the report about the file of host memory. It is new once all memory is ready."""
-        report = self._file_report
-        if report is None or self._prepared_s != self._reported_s:
-            file.begin()  # with the first report, the scheduler's side may begin to plan copies
-            known = SlotsFile(file.id, file.kept, file.previous, self._prepared_s)
-            report = TierReport((), self._prepared_s != self._reported_s, TierStatus(Tier.HOST, True, known))
-            self._reported_s = self._prepared_s
-            self._file_report = report._replace(is_new=False)
-        return report
-
     async def _prepare(self, arena: Arena, began: float) -> None:
         """Prepare host memory, and log when the memory is ready. The arena logs a failed allocation."""
         await arena.prepare(with_pauses=arena.layout.is_cuda)
         if arena.refusal is None:
-            self._prepared_s = round(self._clock.monotonic() - began, 3)
+            self._memory.prepared_s = round(self._clock.monotonic() - began, 3)
             log.info(
                 "host_memory_ready",
                 rank=self._rank,
                 gib=round(arena.ready_slots * arena.layout.slot_bytes / 2**30, 3),
                 blocks=arena.ready_slots,
-                seconds=self._prepared_s,
+                seconds=self._memory.prepared_s,
             )
 
     def _coroutine_ended(self, pump: TransferPump) -> None:

@@ -367,7 +367,10 @@ _FEED = Label(
 # `provenance.info_labels` returns the values in the same order. vLLM adds a label "engine", hence "engine_name".
 _INFO = tuple(
     Label(name)
-    for name in ("version", "engine_name", "engine_version", "store_policy", "verify", "min_load_tokens")
+    for name in (
+        *("version", "engine_name", "engine_version", "store_policy", "verify", "min_load_tokens"),
+        "host_copies",
+    )
 )
 
 # The time of a failed copy says nothing about the speed of the link.

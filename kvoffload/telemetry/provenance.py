@@ -58,11 +58,17 @@ def describe_machine() -> Provenance:
     }
 
 
-def info_labels(identity: EngineIdentity, config: OffloadConfig) -> Labels:
-    """Return the label values of `kvoffload_info`, in the catalogue's order."""
+def info_labels(identity: EngineIdentity, config: OffloadConfig, copies: int = 1) -> Labels:
+    """Return the label values of `kvoffload_info`, in the catalogue's order.
+
+    Args:
+        identity: the engine.
+        config: the operator's settings.
+        copies: how many copies of a block the host keeps, or how many shards if all ranks have different ones.
+    """
     least = "one block" if config.min_load_tokens is None else str(config.min_load_tokens)
     values = kvoffload.__version__, identity.name, identity.version
-    return (*values, config.store_policy, config.verify, least)
+    return (*values, config.store_policy, config.verify, least, str(copies))
 
 
 def as_line(provenance: Mapping[str, object]) -> str:

@@ -1,4 +1,4 @@
-"""One rank's host memory in a file, which the next process of the same rank finds.
+"""One rank's host memory in a file, which the next process of the same rank finds, or which several ranks share.
 
     | header, 4 KiB: magic, shape, id, checksum | chunk 0 | chunk 1 | ...      sums0: checksums of the slots, with `verify`
 
@@ -9,6 +9,9 @@ bytes are moved.
 The table of host slots has the ids of the files that it is about. A process that opens the file gives it a new id before
 the first report to its scheduler's process, because no copy starts before that. So a table counts only until the next
 engine steps, and then only if that engine's scheduler takes the table over.
+
+Of ranks that share one copy, the first one opens the file, and passes it to the others. Without `host_path` the file has
+no name, and ends with its processes.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
@@ -58,7 +62,7 @@ class RankShape:
     """What must be equal for one process to use the bytes of another.
 
     Args:
-        rank: the rank.
+        rank: the rank; the first one of those that share the file.
         layout: the layout of the rank's blocks.
         chunk_slots: how many slots a chunk has.
         verify: the setting `verify`, on which the checksums depend.
@@ -82,35 +86,56 @@ class RankShape:
         return region_offsets(self.layout.page_bytes, slots)[-1]
 
 
-@dataclass(slots=True)
-class HostFile:
-    """An open file of one rank. Create it with `open_host_file`.
+class _Found(msgspec.Struct, frozen=True):
+    """What the rank that opened a file passes to the ranks that share it. See `HostFile`."""
 
-    Attributes:
-        shape: the shape of the slots.
-        slots: how many slots the rank wants.
-        id: the file's id from `begin` on.
-        previous: the id that the file had, under which an earlier process's table knows it; empty for a new file.
-        kept: how many slots, from the first on, have the bytes that the earlier process left.
-        sums: with `verify`, the checksum of each slot; None without.
-    """
-
-    shape: RankShape
+    digest: bytes
     slots: int
     id: bytes
     previous: bytes
     kept: int
-    sums: NDArray[np.uint64] | None
-    _claim: Claim
-    _descriptor: int
-    _memory: mmap.mmap
-    _end: int  # up to where the earlier process's memory is there without a hole
-    _has_begun: bool = False
+    end: int
+
+
+class HostFile:
+    """An open file of one rank. Create it with `open_host_file`, `make_host_file` or `shared_host_file`.
+
+    Attributes:
+        slots: how many slots the rank wants.
+        kept: how many slots, from the first on, have the bytes that the earlier process left.
+        id: the file's id from `begin` on.
+        previous: the id that the file had, under which an earlier process's table knows it; empty for a new file.
+        sums: with `verify`, the checksum of each slot; None without.
+        files: the descriptors to pass to ranks that share the file.
+    """
+
+    def __init__(self, shape: RankShape, found: _Found, files: list[int], claim: Claim | None) -> None:
+        self.shape = shape
+        self.slots, self.kept = found.slots, found.kept
+        self.id, self.previous = found.id, found.previous
+        self._found = found
+        self._claim = claim
+        self.files = files
+        self._memory = mmap.mmap(files[0], _size(shape, found.slots))
+        advise(self._memory)
+        sums = mmap.mmap(files[1], 8 * found.slots) if len(files) > 1 else None
+        self.sums: NDArray[np.uint64] | None = None if sums is None else np.frombuffer(sums, np.uint64)
+        self._has_begun = False
+
+    @property
+    def has_name(self) -> bool:
+        """Return whether the next engine can find the file."""
+        return self._claim is not None
+
+    @property
+    def text(self) -> bytes:
+        """Return the text to pass to ranks that share the file."""
+        return msgspec.msgpack.encode(self._found)
 
     def begin(self) -> None:
         """Give the file its new id: copies may change its bytes from now on. Calling it again does nothing."""
         if not self._has_begun:
-            os.pwrite(self._descriptor, _header(self.shape, self.slots, self.id), 0)
+            os.pwrite(self.files[0], _header(self.shape, self.slots, self.id), 0)
             self._has_begun = True
 
     def take(self, first: int, size: int) -> int:
@@ -127,27 +152,29 @@ class HostFile:
         size = round_up(size)  # of whole pages, on which the next chunk begins
         try:
             if not (is_there := self.has(first, size)):
-                os.posix_fallocate(self._descriptor, start, size)
+                os.posix_fallocate(self.files[0], start, size)
         except OSError as error:
             if error.errno not in _FULL:
                 raise HostMemoryError(f"the file of host memory cannot grow: {error.strerror}") from error
+            where = "shared memory" if self._claim is None else "the tmpfs of host_path"
             raise HostMemoryError(
-                f"the tmpfs of host_path has no room for {size} more bytes: make it larger, or lower host_bytes"
+                f"{where} has no room for {size} more bytes: make it larger, or lower host_bytes"
             ) from error
         _populate(self._memory, start, size, _READ if is_there else _WRITE)
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + start
 
     def has(self, first: int, size: int) -> bool:
         """Return whether the memory of a chunk is there, left by an earlier process."""
-        return self._start(first) + size <= self._end
+        return self._start(first) + size <= self._found.end
 
     def _start(self, first: int) -> int:
         return PAGE + first // self.shape.chunk_slots * self.shape.pitch
 
     def remove(self) -> None:
-        """Remove the file's name. The memory stays until no process maps it."""
-        for name in (_name(self.shape.rank), _sums_name(self.shape.rank)):
-            self._claim.folder.unlink(name)
+        """Remove the file's name, if it has one. The memory stays until no process maps it."""
+        if self._claim is not None:
+            for name in (_name(self.shape.rank), _sums_name(self.shape.rank)):
+                self._claim.folder.unlink(name)
 
     def close(self, *, may_still_write: bool) -> None:
         """Close the file and unlock the folder. Mapped memory stays until its last user ends.
@@ -155,8 +182,10 @@ class HostFile:
         Args:
             may_still_write: whether copies of this process may still write to the memory.
         """
-        os.close(self._descriptor)
-        self._claim.close(may_still_write=may_still_write)
+        for descriptor in self.files:
+            os.close(descriptor)
+        if self._claim is not None:
+            self._claim.close(may_still_write=may_still_write)
 
 
 def open_host_file(claim: Claim, shape: RankShape, slots: int) -> HostFile:
@@ -179,17 +208,43 @@ def open_host_file(claim: Claim, shape: RankShape, slots: int) -> HostFile:
         kept = min(had, slots)
         if kept:
             _move_last_chunk(descriptor, shape, had, slots)
-        size = _size(shape, slots)
-        os.ftruncate(descriptor, size)
+        os.ftruncate(descriptor, _size(shape, slots))
         end = os.lseek(descriptor, 0, os.SEEK_HOLE)
-        memory = mmap.mmap(descriptor, size)
-        advise(memory)
-        sums = None if shape.verify == "off" else _open_sums(folder, shape.rank, slots)
+        files = [descriptor]
+        if shape.verify != "off":
+            files.append(folder.open(_sums_name(shape.rank), os.O_RDWR | os.O_CREAT))
+            os.posix_fallocate(files[1], 0, max(8 * slots, os.fstat(files[1]).st_size))
         os.pwrite(descriptor, _header(shape, slots, previous or _NO_ID), 0)
+        return HostFile(shape, _Found(shape.digest, slots, _new_id(), previous, kept, end), files, claim)
     except (OSError, DiskError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError([f"host_path: {folder.path / name} cannot be used: {reason}"]) from error
-    return HostFile(shape, slots, _new_id(), previous, kept, sums, claim, descriptor, memory, end)
+
+
+def make_host_file(shape: RankShape, slots: int) -> HostFile:
+    """Return a new file without a name, for ranks that share it."""
+    files = [os.memfd_create("kvoffload")]
+    os.ftruncate(files[0], _size(shape, slots))
+    if shape.verify != "off":
+        files.append(os.memfd_create("kvoffload-sums"))
+        os.ftruncate(files[1], 8 * slots)
+    return HostFile(shape, _Found(shape.digest, slots, _new_id(), b"", 0, 0), files, None)
+
+
+def shared_host_file(shape: RankShape, text: bytes, files: list[int], claim: Claim | None) -> HostFile:
+    """Return the file that another rank has opened and passed here.
+
+    Raises:
+        ConfigError: its slots have another layout than this rank's.
+    """
+    found = msgspec.msgpack.decode(text, type=_Found)
+    if found.digest != shape.digest:
+        problem = (
+            "host_share: this rank's KV cache has another layout than that of the rank whose host memory it shares; set "
+            "host_share to false"
+        )
+        raise ConfigError([problem])
+    return HostFile(shape, found, files, claim)
 
 
 def _new_id() -> bytes:
@@ -248,16 +303,6 @@ def _move_last_chunk(descriptor: int, shape: RankShape, had: int, wanted: int) -
         moved[target : target + length] = data[source : source + length]
     os.ftruncate(descriptor, start)
     os.pwrite(descriptor, moved, start)
-
-
-def _open_sums(folder: OpenFolder, rank: int, slots: int) -> NDArray[np.uint64]:
-    descriptor = folder.open(_sums_name(rank), os.O_RDWR | os.O_CREAT)
-    try:
-        size = max(8 * slots, os.fstat(descriptor).st_size)
-        os.posix_fallocate(descriptor, 0, size)
-        return np.frombuffer(mmap.mmap(descriptor, size), np.uint64, slots)
-    finally:
-        os.close(descriptor)
 
 
 def advise(memory: mmap.mmap) -> None:

@@ -25,6 +25,7 @@ from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.transfer.host_memory import advise_host_bytes
 from kvoffload.transfer.layout import layout_of
 from kvoffload.transfer.ports import Clocks
+from kvoffload.transfer.sharing import ALONE, Sharing
 from kvoffload_reference.scheduler import PoolDevice, ReferenceScheduler
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class ReferencePlugin:
         self._promises = promises or Promises(hands_off_states=True)
         self._portal = portal or Portal("kvoffload")
         self._places: Places = {}
+        self._sharing = ALONE
         self._tier_key: TierKey | None = None
         self.offload: SchedulerSide | None = None
         self.workers: list[WorkerSide] = []
@@ -77,12 +79,13 @@ class ReferencePlugin:
         """
         ranks = engine.config.ranks
         self._config = parse_config(engine.config.plugin_config, ranks, advise_host_bytes(ranks))
-        shape = shape_of(engine, self._promises)
+        sharers = engine.config.replicas if self._config.host_share else 1
+        shape = shape_of(engine, self._promises, sharers)
         self._tier_key = read_tier_key(self._config.tier_key_file)
         identity = with_key(_identity_of(engine, shape, self._config), self._tier_key)
-        self._places = places_of(
-            self._config, lambda: identity, engine=EngineName(_kind_of(identity), uuid4().hex)
-        )
+        life = uuid4().hex
+        self._sharing = Sharing(sharers, life)
+        self._places = places_of(self._config, lambda: identity, engine=EngineName(_kind_of(identity), life))
         self.offload = SchedulerSide(
             shape,
             self._config,
@@ -105,13 +108,15 @@ class ReferencePlugin:
             clock=self._clock,
             copier=copier,
             places=self._places,
+            sharing=self._sharing,
             tier_key=self._tier_key,
         )
         self.workers.append(worker)
 
         def examine_layout(layout: DeviceLayout) -> list[Finding]:
             # `memory.CHECKS` lacks the check of the copy speed: the demo's models have small pages on purpose.
-            return examine_rank(rank, engine.config.ranks, self._config, layout, checks=memory.CHECKS)
+            ranks, sharers = engine.config.ranks, self._sharing.ranks
+            return examine_rank(rank, ranks, self._config, layout, sharers=sharers, checks=memory.CHECKS)
 
         return ReferenceWorker(worker, examine_layout)
 
@@ -150,14 +155,15 @@ class ReferenceWorker(WorkerPlugin):
         self.offload.close()
 
 
-def shape_of(engine: EngineFacts, promises: Promises) -> EngineShape:
-    """Return the engine's shape. `device_blocks` excludes the null block."""
+def shape_of(engine: EngineFacts, promises: Promises, sharers: int = 1) -> EngineShape:
+    """Return the engine's shape, of which `sharers` ranks share a copy. `device_blocks` excludes the null block."""
     return EngineShape(
         groups=tuple(map(_group, engine.groups)),
         ranks=engine.config.ranks,
         device_blocks=engine.pool.usable_blocks,
         step_tokens=engine.config.step_tokens,
         promises=promises,
+        sharers=sharers,
     )
 
 
@@ -173,7 +179,7 @@ def _identity_of(engine: EngineFacts, shape: EngineShape, config: OffloadConfig)
         engine=f"{_IDENTITY.name} {_IDENTITY.version}",
         weights=model if config.weights_id is None else f"{model}, {config.weights_id}",
         keys="sha256 kv-block-chain",
-        parallel={"ranks": engine.config.ranks},
+        parallel={"ranks": engine.config.ranks, "sharers": shape.sharers},
         settings={"device": engine.config.device},
         groups=groups_of(shape),
     )

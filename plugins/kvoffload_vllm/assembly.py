@@ -29,11 +29,12 @@ from kvoffload.runtime.worker_side import WorkerSide
 from kvoffload.telemetry.payload import Changes
 from kvoffload.telemetry.spans import check_exporter
 from kvoffload.transfer.host_memory import advise_host_bytes
+from kvoffload.transfer.sharing import ALONE, Sharing
 from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
 from kvoffload_vllm.events import TierEvents, find_wire, publishes_events
-from kvoffload_vllm.groups import VllmGroups, vllm_groups
+from kvoffload_vllm.groups import VllmGroups, find_sharers, vllm_groups
 from kvoffload_vllm.kept_notes import DiskNotes, KeptNotes
-from kvoffload_vllm.kv_identity import Identification, engine_name, find_identity, find_problems
+from kvoffload_vllm.kv_identity import Identification, engine_life, engine_name, find_identity, find_problems
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
 from kvoffload_vllm.support import find_retention
@@ -66,7 +67,7 @@ def start_scheduler(
     identification = _identification(vllm_config, config, groups, key)
     places: Places = {}
     if identification is not None:
-        places = _places(vllm_config, config, identification.identify)
+        places = _places(vllm_config, config, identification.identify, groups)
     device, portal = VllmDevice(groups.partly_hashed), Portal("kvoffload")
     offload = SchedulerSide(
         groups.shape,
@@ -136,23 +137,32 @@ def start_worker(worker: VllmWorker, vllm_config: VllmConfig, kv_cache_config: K
     """
     join_logging()
     policy = find_failure_policy(vllm_config)
-    _, config = _check(vllm_config, kv_cache_config, policy)
+    groups, config = _check(vllm_config, kv_cache_config, policy)
     key = read_tier_key(config.tier_key_file)
     parallel, portal = vllm_config.parallel_config, Portal("kvoffload")
     identity: Future[KVIdentity] = Future()
+    sharers = groups.shape.sharers
     local_ranks = getattr(parallel, "local_world_size", None)
     offload = WorkerSide(
         Rank(parallel.rank),
         parallel.world_size,
         config,
         portal,
-        places=_places(vllm_config, config, identity.result),
+        places=_places(vllm_config, config, identity.result, groups),
         local_ranks=local_ranks,
+        sharing=Sharing(sharers, engine_life(vllm_config)) if sharers > 1 else ALONE,
         tier_key=key,
     )
 
     def examine_layout(layout: DeviceLayout) -> list[Finding]:
-        answers = examine_rank(parallel.rank, parallel.world_size, config, layout, local_ranks=local_ranks)
+        answers = examine_rank(
+            parallel.rank,
+            parallel.world_size,
+            config,
+            layout,
+            local_ranks=local_ranks,
+            sharers=sharers,
+        )
         if parallel.rank == 0:
             answers += examine([load_failures(policy)], Setup(config=config))
         return answers
@@ -171,8 +181,10 @@ def join_logging() -> None:
     ours.propagate = False
 
 
-def _places(vllm_config: VllmConfig, config: OffloadConfig, identify: Callable[[], KVIdentity]) -> Places:
-    name = None if config.host_path is None else engine_name(vllm_config)
+def _places(
+    vllm_config: VllmConfig, config: OffloadConfig, identify: Callable[[], KVIdentity], groups: VllmGroups
+) -> Places:
+    name = None if config.host_path is None else engine_name(vllm_config, groups.shape.sharers)
     return places_of(config, identify, _replica(vllm_config), name)
 
 
@@ -203,7 +215,15 @@ def _identification(
     log_warnings(examine([block_hashes(algorithm)], Setup(config=config)))
     memory = config.disk_path or config.host_path or Path(envs.VLLM_CACHE_ROOT, "kvoffload")
     return Identification(
-        lambda: find_identity(vllm_config, groups_of(groups.shape), groups.hash_tokens, memory, by_hand, key)
+        lambda: find_identity(
+            vllm_config,
+            groups_of(groups.shape),
+            groups.hash_tokens,
+            memory,
+            by_hand,
+            key,
+            groups.shape.sharers,
+        )
     )
 
 
@@ -214,11 +234,17 @@ def _check(
     problems: list[str] = []
     groups = config = None
     try:
-        config = _config(vllm_config, sum(one.size for one in kv_cache_config.kv_cache_tensors))
+        rank_bytes = sum(one.size for one in kv_cache_config.kv_cache_tensors)
+        config = _config(vllm_config, rank_bytes, find_sharers(vllm_config, kv_cache_config))
     except ConfigError as error:
         problems += error.problems
     try:
-        groups = vllm_groups(vllm_config, kv_cache_config, recovers_loads=policy == RECOMPUTE)
+        groups = vllm_groups(
+            vllm_config,
+            kv_cache_config,
+            recovers_loads=policy == RECOMPUTE,
+            shares=config is None or config.host_share,
+        )
         if config is not None:
             check_promises(config, groups.shape.promises)
     except ConfigError as error:
@@ -228,12 +254,20 @@ def _check(
     return groups, config
 
 
-def _config(vllm_config: VllmConfig, rank_bytes: int) -> OffloadConfig:
-    """Parse kvoffload's settings. `rank_bytes` is the size of one rank's KV cache."""
+def _config(vllm_config: VllmConfig, rank_bytes: int, sharers: int) -> OffloadConfig:
+    """Parse kvoffload's settings.
+
+    Args:
+        vllm_config: the engine's configuration.
+        rank_bytes: the size of one rank's KV cache.
+        sharers: how many ranks may share one copy of their blocks.
+    """
     raw = vllm_config.kv_transfer_config.kv_connector_extra_config or {}
     ranks = vllm_config.parallel_config.world_size
-    local_ranks = getattr(vllm_config.parallel_config, "local_world_size", None)
-    config = parse_config(raw, ranks, advise_host_bytes(ranks, ranks * rank_bytes, local_ranks))
+    local_ranks = getattr(vllm_config.parallel_config, "local_world_size", None) or ranks
+    copies = ranks // sharers
+    advice = advise_host_bytes(copies, copies * rank_bytes, local_ranks // sharers)
+    config = parse_config(raw, ranks, advice)
     check_exporter(config)
     engine = _replica(vllm_config)
     if config.journal_path is None or engine == 0:

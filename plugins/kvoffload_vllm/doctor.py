@@ -343,6 +343,8 @@ def _sizes(args: argparse.Namespace, start: _Start) -> tuple[Sizes, Finding]:
         return sizes, unknown("the model's sizes", f"{reason}; or give {_BY_HAND}, which vLLM's start logs")
     except ConfigError as error:
         return sizes, fail(str(error), "correct the number of ranks")
+    if getattr(args, "distributed_executor_backend", None) in (None, "mp"):
+        sizes = replace(sizes, sharers=found.replicas)
     if sizes.block_bytes is None:
         sizes = replace(sizes, block_bytes=found.block_bytes, page_bytes=(found.page_bytes,) * found.pages)
     if sizes.device_blocks is None and sizes.device_bytes:

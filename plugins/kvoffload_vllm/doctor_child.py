@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.checks.ask import answer, is_about_the_hub, shortened, words_of, words_of_exit
+from kvoffload_vllm.groups import head_replicas
 from kvoffload_vllm.model_sizes import CACHE_DTYPES, LARGEST_HEAD
 from kvoffload_vllm.register import NAME, register
 
@@ -206,8 +207,17 @@ def _sizes(config: VllmConfig, *, has_draft: bool) -> dict[str, Any]:
         "page_bytes": parts * heads * width * item * cache.block_size,
         "pages": model.get_num_layers(config.parallel_config),
         "tokens": cache.block_size * config.parallel_config.decode_context_parallel_size,
+        "replicas": _replicas(config),
         "calculation": f"{parts} x {heads} x {width} x {item} bytes x {cache.block_size} tokens, by vLLM's configuration",
     }
+
+
+def _replicas(config: VllmConfig) -> int:
+    """Return how many ranks of tensor parallelism have the same KV."""
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size > 1:
+        return 1
+    return parallel.tensor_parallel_size if config.model_config.use_mla else head_replicas(config)
 
 
 def _size_depends_on(config: VllmConfig, *, has_draft: bool) -> str | None:

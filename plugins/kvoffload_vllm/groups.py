@@ -6,6 +6,7 @@ vLLM's block tables and block keys contain vLLM's numbers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from kvoffload.model.engine import EngineShape, Promises
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId
+from kvoffload_vllm.model_sizes import MODEL_TYPES
 from kvoffload_vllm.support import (
     Features,
     draft_tags,
@@ -68,6 +70,7 @@ def vllm_groups(
     features: Features | None = None,
     sizes: tuple[int, int] | None = None,
     recovers_loads: bool = True,
+    shares: bool = True,
 ) -> VllmGroups:
     """Return the groups to offload, translated from vLLM's groups.
 
@@ -77,6 +80,7 @@ def vllm_groups(
         features: the features of vLLM's connector interface; by default those of the installed vLLM.
         sizes: the tokens in a scheduler block and in a block hash; by default the result of `find_block_sizes`.
         recovers_loads: True if vLLM recomputes the tokens of a failed load; False if vLLM fails the request.
+        shares: whether ranks with the same bytes in their blocks share one copy.
 
     Raises:
         ConfigError: kvoffload does not support the configuration; the message lists every reason.
@@ -105,9 +109,52 @@ def vllm_groups(
         in_flight_tokens=step_tokens * getattr(vllm_config, "max_concurrent_batches", 1),
         draft_tokens=_draft_tokens(vllm_config),
         tail_tokens=_tail_tokens(vllm_config, specs, (match_tokens, hash_tokens), features),
+        sharers=find_sharers(vllm_config, kv_cache_config) if shares else 1,
         promises=Promises(recovers_loads=recovers_loads, hands_off_states=features.hands_off_states),
     )
     return VllmGroups(shape, ids, hash_tokens)
+
+
+_WHOLE = ("MLAAttentionSpec", "SlidingWindowMLASpec")
+"""Kinds of layers of which every rank of tensor parallelism has the whole KV: a latent, which each of them computes."""
+_BY_HEADS = ("FullAttentionSpec", "SlidingWindowSpec")
+"""Kinds of layers of which every rank has the KV of some heads."""
+
+
+def find_sharers(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return how many ranks, with consecutive numbers on one machine, have the same bytes in all of their blocks.
+
+    With context parallelism they have different tokens. Only vLLM's multiprocessing executor numbers the ranks of a machine
+    consecutively, and starts them as processes that can pass each other open files.
+    """
+    parallel = vllm_config.parallel_config
+    contexts = [getattr(parallel, f"{kind}_context_parallel_size", 1) for kind in ("decode", "prefill")]
+    if getattr(parallel, "distributed_executor_backend", None) != "mp" or max(contexts) > 1:
+        return 1
+    local_ranks = getattr(parallel, "local_world_size", None) or parallel.world_size
+    return math.gcd(_replicas(vllm_config, kv_cache_config), local_ranks)
+
+
+def _replicas(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Return how many consecutive ranks of tensor parallelism have the same KV in every layer."""
+    said = getattr(kv_cache_config, "kv_tp_replicas", None)  # of latents only; not in older versions of vLLM
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in layer_specs(group.kv_cache_spec)]
+    kinds = {type(spec).__name__ for spec in specs}
+    if kinds <= {*_WHOLE}:
+        return int(vllm_config.parallel_config.tensor_parallel_size if said is None else said)
+    return head_replicas(vllm_config) if kinds <= {*_BY_HEADS} else 1
+
+
+def head_replicas(vllm_config: VllmConfig) -> int:
+    """Return how many consecutive ranks of tensor parallelism have the same KV head, as with more ranks than heads.
+
+    Models in which layers may have different numbers of heads are left out, and so are draft models.
+    """
+    ranks, model = vllm_config.parallel_config.tensor_parallel_size, vllm_config.model_config
+    if vllm_config.speculative_config is not None or model.hf_text_config.model_type not in MODEL_TYPES:
+        return 1
+    heads = model.get_total_num_kv_heads()
+    return 1 if ranks % heads else int(ranks // heads)
 
 
 def find_block_sizes(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[int, int]:

@@ -121,16 +121,26 @@ class Identification:
         self._stepped.set()
 
 
-def engine_name(vllm_config: VllmConfig) -> EngineName:
-    """Return the names by which all processes of an engine find its host memory, before its KV is identified."""
+def engine_name(vllm_config: VllmConfig, sharers: int) -> EngineName:
+    """Return the names by which all processes of an engine find its host memory, before its KV is identified.
+
+    Args:
+        vllm_config: the engine's configuration.
+        sharers: how many ranks share one copy of their blocks.
+    """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     parts = [version("vllm"), model.model, model.dtype, vllm_config.cache_config.cache_dtype]
-    parts += [parallel.tensor_parallel_size, parallel.pipeline_parallel_size]
+    parts += [parallel.tensor_parallel_size, parallel.pipeline_parallel_size, sharers]
     if parallel.distributed_executor_backend == "external_launcher":
         parts.append(parallel.rank)  # each rank is an engine to itself, and needs its own rank's memory
     kind = f"vllm-{sha256(repr(parts).encode()).hexdigest()[:16]}"
+    return EngineName(kind, engine_life(vllm_config))
+
+
+def engine_life(vllm_config: VllmConfig) -> str:
+    """Return the name of this life of the engine, the same in all of its processes."""
     # `engine_id` tells data-parallel engines apart; an operator may have set it, so that it does not tell lives apart.
-    return EngineName(kind, f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}")
+    return f"{vllm_config.kv_transfer_config.engine_id} {vllm_config.instance_id}"
 
 
 def find_problems(vllm_config: VllmConfig, *, has_identity: bool) -> list[str]:
@@ -159,6 +169,7 @@ def find_identity(
     root: Path,
     by_hand: str | None = None,
     key: TierKey | None = None,
+    sharers: int = 1,
 ) -> KVIdentity:
     """Return the identity of this engine's KV. Call this function after vLLM has seeded its block hashes.
 
@@ -169,6 +180,7 @@ def find_identity(
         root: the folder of the cache of weight digests.
         by_hand: the setting `weights_id`; if it is None, the function may read all weights.
         key: authenticates the KV and the cached digests; None without authentication.
+        sharers: how many ranks share one copy of their blocks.
 
     Raises:
         DiskError: the identity cannot be determined.
@@ -187,6 +199,7 @@ def find_identity(
                 "prefill context": parallel.prefill_context_parallel_size,
                 # how many neighbouring tokens a rank has before the next rank's begin
                 "interleave": parallel.cp_kv_cache_interleave_size,
+                "sharers": sharers,
             },  # not the data-parallel size: each data-parallel engine has the whole model
             settings={**_settings(vllm_config), "hash_tokens": str(hash_tokens)},
             groups=groups,

@@ -105,12 +105,14 @@ class ModelSizes:
         pages: the number of pages in a block, which is the number of layers on a rank.
         tokens: the number of tokens in a block.
         about: a description of the calculation, for the doctor's output.
+        replicas: how many ranks of tensor parallelism have the same KV.
     """
 
     page_bytes: int
     pages: int
     tokens: int
     about: str
+    replicas: int = 1
 
     @property
     def block_bytes(self) -> int:
@@ -163,13 +165,23 @@ def kv_sizes(model: ModelConfig, options: Options) -> ModelSizes:
     token_bytes, calculation = _token(model, _item_bytes(model, options), options)
     pages, page_bytes = _layers(model, options), tokens * token_bytes
     usual = "" if options.block_size else ", unless vLLM's start logs another block size"
-    return sizes_of(page_bytes, pages, tokens, f"{calculation} x {tokens} tokens{usual}")
+    about = f"{calculation} x {tokens} tokens{usual}"
+    return sizes_of(page_bytes, pages, tokens, about, _replicas(model, options.tensor_parallel_size))
 
 
-def sizes_of(page_bytes: int, pages: int, tokens: int, calculation: str) -> ModelSizes:
+def sizes_of(page_bytes: int, pages: int, tokens: int, calculation: str, replicas: int = 1) -> ModelSizes:
     """Return the sizes of blocks of `pages` pages, with a description that contains the calculation of a page's bytes."""
     block = f"pages of {size_text(page_bytes)}, {pages} of them in a block: {size_text(page_bytes * pages)} a block and rank"
-    return ModelSizes(page_bytes, pages, tokens, f"{block} ({calculation})")
+    return ModelSizes(page_bytes, pages, tokens, f"{block} ({calculation})", replicas)
+
+
+def _replicas(model: ModelConfig, ranks: int) -> int:
+    heads = 1 if model.model_type in _MLA else _kv_heads(model)
+    return 1 if ranks % heads else ranks // heads
+
+
+def _kv_heads(model: ModelConfig) -> int:
+    return model.num_key_value_heads or _needed(model, "num_attention_heads")
 
 
 def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
@@ -178,7 +190,7 @@ def _token(model: ModelConfig, item: int, options: Options) -> tuple[int, str]:
         width = _needed(model, "kv_lora_rank") + _needed(model, "qk_rope_head_dim")
         _check_block(options, is_usual=False)
         return width * item, f"{width} (latent and rope) x {item} bytes"
-    kv_heads = model.num_key_value_heads or _needed(model, "num_attention_heads")
+    kv_heads = _kv_heads(model)
     ranks = options.tensor_parallel_size
     if kv_heads % ranks and ranks % kv_heads:
         raise ConfigError([f"--model: config.json has {kv_heads} KV heads, which {ranks} ranks cannot share"])

@@ -64,7 +64,7 @@ def test_one_wrong_block_changes_the_log_probabilities(kind: str) -> None:
     chain = KeyChain(4, full_group + 1)
     chain.extend(tokens(60))
     wrong = engine.pool.cached_block(chain.keys(full_group)[5])
-    engine.runner.kv_tensors[0][wrong] += 1.0
+    engine.runner.kv_tensors[0][0][wrong] += 1.0
     second = run(engine, tokens(60))
     assert max(abs(a.logprob - b.logprob) for a, b in zip(first, second, strict=True)) > 1e-2
 

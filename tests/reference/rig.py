@@ -42,6 +42,7 @@ def config_of(
     kind: str,
     *,
     ranks: int = 1,
+    replicas: int = 1,
     store_policy: str = "eager",
     host_blocks: int = PLENTY,
     timeout_s: float = TIMEOUT_S,
@@ -49,14 +50,17 @@ def config_of(
     **sizes: object,
 ) -> EngineConfig:
     """Return the configuration of an engine with the plugin. `extra` are further settings of the plugin."""
+    stages = ranks // replicas
     plugin_config = {
         "store_policy": store_policy,
-        "host_bytes": host_blocks * ranks * slot_bytes(kind, ranks),
+        "host_bytes": host_blocks * stages * slot_bytes(kind, stages),
         "transfer_timeout_s": timeout_s,
         **(extra or {}),
     }
     model = {"layers": LAYERS[kind]}
-    return tiny_config(kind, model=model, ranks=ranks, plugin_config=plugin_config, **sizes)
+    return tiny_config(
+        kind, model=model, ranks=ranks, replicas=replicas, plugin_config=plugin_config, **sizes
+    )
 
 
 def slot_bytes(kind: str, ranks: int = 1) -> int:

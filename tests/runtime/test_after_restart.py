@@ -151,11 +151,11 @@ def test_the_time_of_attaching_is_that_of_the_slowest_rank(lives: Lives) -> None
     made.portal.advance()
     made.step()
     first, second = made.workers
-    second._prepared_s = 2.5
-    first._prepared_s = 0.0
+    second._memory.prepared_s = 2.5
+    first._memory.prepared_s = 0.0
     made.run(text(2, BLOCK))
     assert gauge(made, "host_attach_seconds") == {}
-    first._prepared_s = 1.5
+    first._memory.prepared_s = 1.5
     made.run(text(3, BLOCK))
     assert gauge(made, "host_attach_seconds") == {"": 2.5}
 
@@ -165,7 +165,7 @@ def test_the_time_of_attaching_is_reported_once_although_nothing_else_is_new(liv
     worker = made.workers[0]
     while worker.take_report() is not None:
         pass
-    worker._prepared_s = 1.5
+    worker._memory.prepared_s = 1.5
     report = worker.take_report()
     assert report is not None
     assert [status.file.seconds for status in report.below if status.file] == [1.5]

@@ -189,7 +189,7 @@ def test_the_info_metric_has_versions_and_settings() -> None:
     side = Side(verify="sample", min_load_tokens="auto")
     ((labels, number),) = side.side.gauges()["kvoffload_info"].items()
     assert number == 1
-    assert labels[1:] == ("unknown", "unknown", "eager", "sample", "auto")
+    assert labels[1:] == ("unknown", "unknown", "eager", "sample", "auto", "1")
 
 
 # -- hook times -------------------------------------------------------------------------------------------------

@@ -284,7 +284,7 @@ def test_the_first_rank_of_each_machine_checks_the_memory_for_all_its_ranks(
 ) -> None:
     left = f"MemAvailable: {(RESERVE + 3 * 4 * 2**20) // 1024} kB\n"
     on_machine = partial(slots_for, read={"/proc/meminfo": left}.get)
-    monkeypatch.setattr("kvoffload.runtime.worker_side.slots_for", on_machine)
+    monkeypatch.setattr("kvoffload.runtime.rank_memory.slots_for", on_machine)
     config, portal = OffloadConfig(host_bytes=8 * 4 * 2**20), Portal("test")
     side = WorkerSide(Rank(rank), 8, config, portal, local_ranks=4)
     with pytest.raises(ConfigError, match="all 4 ranks of this machine") if refused else nullcontext():

@@ -3,7 +3,7 @@ cell's token.
 
 A token's number depends on the tokens before it and on the weights' version. The cells written for a token
 differ between groups and tensors, and so between ranks. A step reads every cell that its tokens attend to
-from the engine's real blocks, checks the cell, and computes the new token from all cells. In a recurrent
+from the engine's real blocks, of each replica, checks the cell, and computes the new token from all cells. In a recurrent
 state, every cell of a block contains the last token's number plus the cell's index. A step reads the previous
 state, and passes an error in that state on to the next state.
 """
@@ -89,16 +89,22 @@ class CountingRunner(Runner):
         num_blocks: int,
         computing: Callable[[], object] = lambda: None,
     ) -> None:
-        self._ranks = config.ranks
+        self._replicas, self._stages = config.replicas, config.stages
         self._attention = [group for group in groups if group.kind != "recurrent"]
         self._recurrent = [group for group in groups if group.kind == "recurrent"]
         self._size = config.block_tokens
         self._computing = computing
         shape = (num_blocks, config.block_tokens)
         self.kv_tensors = [
-            torch.zeros(shape, dtype=torch.int64) for _ in range(config.model.layers_per_group)
+            [torch.zeros(shape, dtype=torch.int64) for _ in range(config.model.layers_per_group)]
+            for _ in range(config.replicas)
         ]
-        self._pages: list[NDArray[np.uint64]] = [tensor.numpy().view(np.uint64) for tensor in self.kv_tensors]
+        # of all replicas, the number and the pages of each tensor
+        self._pages: list[tuple[int, NDArray[np.uint64]]] = [
+            (number, tensor.numpy().view(np.uint64))
+            for replica in self.kv_tensors
+            for number, tensor in enumerate(replica)
+        ]
         self.weights = 0
         self.wrong: list[str] = []
         self._numbers: dict[Request, list[int]] = {}
@@ -124,7 +130,7 @@ class CountingRunner(Runner):
         numbers = np.array(self._numbers[chunk.request][chunk.start : chunk.end], np.uint64)
         for group in self._attention:
             places = self._places(chunk, group, chunk.start)
-            for tensor, pages in enumerate(self._pages):
+            for tensor, pages in self._pages:
                 pages.reshape(-1)[places] = cells(numbers, tensor, group.index)
 
     def _continue_states(self, chunk: Chunk) -> int:
@@ -138,7 +144,7 @@ class CountingRunner(Runner):
             write = table[(chunk.end - 1) // self._size]
             # within a block, a step updates the state in place
             read = write if chunk.start % self._size else table[chunk.start // self._size - 1]
-            for tensor, pages in enumerate(self._pages):
+            for tensor, pages in self._pages:
                 new, wrong = state(numbers[chunk.end - 1], tensor, group.index, self._size), np.uint64(0)
                 if chunk.start:
                     should = state(numbers[chunk.start - 1], tensor, group.index, self._size)
@@ -147,7 +153,7 @@ class CountingRunner(Runner):
                         wrong = (pages[read] - should)[pages[read] != should][0]
                 pages[write] = new + wrong
                 total += int(pages[write][0])
-        return total
+        return total // self._replicas
 
     def _read(self, chunk: Chunk) -> int:
         """Read the cells that the chunk attends to; compute and return the last token's number from them."""
@@ -157,7 +163,7 @@ class CountingRunner(Runner):
             first = first_visible(group, chunk.start)
             places = self._places(chunk, group, first)
             last_sees = first_visible(group, chunk.end - 1) - first
-            for tensor, pages in enumerate(self._pages):
+            for tensor, pages in self._pages:
                 found = pages.reshape(-1)[places]
                 should = cells(numbers[first:], tensor, group.index)
                 if not np.array_equal(found, should):
@@ -165,7 +171,7 @@ class CountingRunner(Runner):
                     block = chunk.request.tables[group.index][token // self._size]
                     self._note(chunk, group, tensor, token, block)
                 total += int(found[last_sees:].sum())
-        return total
+        return total // self._replicas
 
     def _places(self, chunk: Chunk, group: GroupFacts, first: int) -> NDArray[np.int64]:
         tokens = np.arange(first, chunk.end)

@@ -83,6 +83,8 @@ def draw(seed: int) -> Scenario:
         has_journal=draws.random() < 0.1,
         has_full_disk=draws.random() < 0.3,
     )
+    if ranks == 2 and seed % 2:
+        scenario = replace(scenario, engine=replace(scenario.engine, replicas=2))
     if seed % 4 == 1:
         scenario = _with_recurrence(scenario)
     if seed % 5 < 2:

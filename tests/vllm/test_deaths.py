@@ -145,11 +145,13 @@ class Life:
         return list(self.front.do("ask", prompts=PROMPTS, **words)["answers"])
 
 
-@pytest.fixture(scope="module")
-def life(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+@pytest.fixture(scope="module", params=[2, 1], ids=["different", "shared"])
+def life(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Life]:
+    """With one KV head the two workers share one copy of each block, on the host and on the disk."""
     folder = tmp_path_factory.mktemp("life")
     with fronting(folder / "qwen3", folder) as (front, gate):
-        checkpoints.make("qwen3", folder / "qwen3")  # meanwhile, the other process imports vLLM
+        # meanwhile, the other process imports vLLM
+        checkpoints.make("qwen3", folder / "qwen3", num_key_value_heads=request.param)
         made = Life(front, gate, folder)
         made.begin()
         yield made

@@ -22,7 +22,7 @@ def config_of(extra: dict[str, object], device_bytes: int = 1, **parallel: int) 
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
         parallel_config=SimpleNamespace(**{"world_size": 1, "data_parallel_index": 0, **parallel}),
     )
-    return assembly._config(given, device_bytes)
+    return assembly._config(given, device_bytes, sharers=1)
 
 
 # In each engine of a dense model, vLLM sets `data_parallel_size` to 1. With a mixture of experts, it is the

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,7 +210,8 @@ def test_vllms_worker_warns_at_its_start(policy: str, fails: bool, monkeypatch: 
     from kvoffload_vllm import assembly
     from kvoffload_vllm.worker import VllmWorker
 
-    monkeypatch.setattr(assembly, "_check", lambda *_: (None, OffloadConfig(host_bytes=2 * 131072)))
+    checked = SimpleNamespace(shape=SimpleNamespace(sharers=1)), OffloadConfig(host_bytes=2 * 131072)
+    monkeypatch.setattr(assembly, "_check", lambda *_: checked)
     monkeypatch.setattr(assembly, "find_failure_policy", lambda _: policy)
     given = vllm_config(world_size=1)
     given.parallel_config.rank = 0

@@ -9,7 +9,7 @@ import pytest
 from kvoffload.model.errors import ConfigError
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey
-from kvoffload_vllm.groups import VllmGroups, vllm_groups
+from kvoffload_vllm.groups import VllmGroups, find_sharers, vllm_groups
 from kvoffload_vllm.progress import KeyMaker
 from kvoffload_vllm.support import Features, find_problems
 from tests.vllm.adapter.stand_ins import cache_config, full, group, spec, vllm_config, window
@@ -36,6 +36,73 @@ def test_the_shape_counts_two_steps_in_flight_and_the_tokens_of_a_draft_model() 
     config.max_concurrent_batches = 2
     shape = vllm_groups(config, cache_config(group(full())), features=PLAIN, sizes=(16, 16)).shape
     assert (shape.in_flight_tokens, shape.draft_tokens) == (1024, 4)
+
+
+MLA = spec("MLAAttentionSpec")
+
+
+def with_model(kind: str = "qwen3", heads: int = 2, **settings: Any) -> Any:
+    """Return the configuration of a model with this many KV heads in each layer."""
+    config = vllm_config(**settings)
+    text = SimpleNamespace(model_type=kind)
+    config.model_config = SimpleNamespace(hf_text_config=text, get_total_num_kv_heads=lambda: heads)
+    config.parallel_config.tensor_parallel_size = 4
+    config.parallel_config.distributed_executor_backend = "mp"
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "sharers"),
+    [
+        (with_model(), 2),
+        (with_model(heads=1), 4),
+        (with_model(heads=4), 1),
+        (with_model(heads=3), 1),
+        (with_model(heads=8), 1),
+        (with_model("nemotron-nas"), 1),  # its layers have different numbers of heads
+        (with_model(draft=SimpleNamespace(num_speculative_tokens=3, use_eagle=lambda: False)), 1),
+    ],
+)
+def test_more_ranks_than_kv_heads_share_copies_if_all_layers_have_the_same_heads(
+    config: Any, sharers: int
+) -> None:
+    assert find_sharers(config, cache_config(group(full()))) == sharers
+
+
+@pytest.mark.parametrize(
+    ("specs", "parallel", "said", "sharers"),
+    [
+        ([MLA, spec("SlidingWindowMLASpec", sliding_window=64)], {}, None, 4),
+        ([MLA, full()], {}, None, 1),
+        ([MLA], {}, 2, 2),  # newer versions of vLLM say it
+        ([MLA], {}, 1, 1),
+        ([full(), window(64)], {}, 1, 2),  # two KV heads on four ranks
+        ([full(), spec("ChunkedLocalAttentionSpec", attention_chunk_size=48)], {}, 1, 1),
+        ([full()], {"tensor_parallel_size": 2, "world_size": 2}, 1, 1),
+        ([MLA], {"local_world_size": 8, "world_size": 8}, 4, 4),  # two pipeline stages
+        ([MLA], {"tensor_parallel_size": 16, "world_size": 16, "local_world_size": 8}, 16, 8),  # two machines
+        ([MLA], {"distributed_executor_backend": "ray"}, 4, 1),
+        ([MLA], {"decode_context_parallel_size": 2}, 4, 1),
+    ],
+)
+def test_ranks_share_a_copy_if_vllm_says_that_they_have_the_same_kv(
+    specs: list[Any], parallel: dict[str, Any], said: int | None, sharers: int
+) -> None:
+    config, caches = with_model(), cache_config(*map(group, specs))
+    for name, value in parallel.items():
+        setattr(config.parallel_config, name, value)
+    if said is not None:
+        caches.kv_tp_replicas = said
+    assert find_sharers(config, caches) == sharers
+
+
+@pytest.mark.parametrize(("shares", "sharers"), [(True, 4), (False, 1)])
+def test_the_shape_has_the_ranks_that_share_a_copy_unless_the_setting_is_off(
+    shares: bool, sharers: int
+) -> None:
+    config, caches = with_model(), cache_config(group(MLA))
+    found = vllm_groups(config, caches, features=PLAIN, sizes=(16, 16), shares=shares)
+    assert found.shape.sharers == sharers
 
 
 @pytest.mark.parametrize(
