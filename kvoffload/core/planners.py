@@ -2,7 +2,7 @@
 
 `eager` offers a block as soon as the block's tokens are confirmed. `lazy` offers only blocks that the device is about
 to evict. The engine may reuse freed blocks at any time, so `lazy` also checks a request's blocks when the request ends.
-To add a planner, write a class with the six methods of `EagerPlanner` and add a branch to `make_planner`.
+To add a planner, write a class with the seven methods of `EagerPlanner` and add a branch to `make_planner`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvoffload.core.request import RequestRecord, from_fields
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import MISS_CAUSES, Stores
 from kvoffload.model.causes import StoreOutcome
-from kvoffload.model.facts import StepScheduled
+from kvoffload.model.facts import StepScheduled, TailHandedOff
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, GroupId
 
@@ -64,6 +64,10 @@ class EagerPlanner:
     def states(self, offers: Sequence[Offer]) -> None:
         """Offer the recurrent states that a step completes. The engine may soon free the blocks that hold them."""
         self._stores.offer(offers)
+
+    def tails(self, offers: Sequence[Offer]) -> None:
+        """Offer the blocks of tails."""
+        self._stores.offer_tails(offers)
 
     def ending(self, record: RequestRecord) -> None:
         """Offer a running request's remaining blocks before the engine frees them."""
@@ -128,6 +132,7 @@ class LazyPlanner:
             for progress in fact.progress:
                 if (record := self._state.requests.live.get(progress.request)) is not None:
                     self._limit(record, progress.new_blocks)
+            self._limited.update(tail.block for tail in fact.tails if self._exceeds(tail))
         new = sum([len(blocks) for progress in fact.progress for blocks in progress.new_blocks])
         self._reallocated(new + len(fact.reallocated))
         is_host_turned_over = self._stored and self._stored >= self._state.pool.capacity
@@ -136,6 +141,9 @@ class LazyPlanner:
 
     def states(self, offers: Sequence[Offer]) -> None:
         """Do nothing: a look-ahead finds the states after the engine has freed the blocks that hold them."""
+
+    def tails(self, offers: Sequence[Offer]) -> None:
+        """Do nothing: like states, tails are found by a look-ahead."""
 
     def ending(self, record: RequestRecord) -> None:
         """Offer the request's deepest blocks if the free queue is so short that one or two steps may evict them."""
@@ -177,6 +185,12 @@ class LazyPlanner:
                 allowed = limit // group.block_tokens - (len(table) - len(blocks))
                 self._limited.update(blocks[max(allowed, first) :])
         self._limited.discard(NULL_BLOCK)
+
+    def _exceeds(self, tail: TailHandedOff) -> bool:
+        """Return whether a tail is longer than its request's limit on stores."""
+        record = self._state.requests.live.get(tail.request)
+        limit = None if record is None else record.limits.store_tokens
+        return limit is not None and tail.tokens > limit
 
     def _look_ahead(self) -> None:
         state = self._state

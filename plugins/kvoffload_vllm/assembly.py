@@ -82,7 +82,9 @@ def start_scheduler(
     )
     if groups.shape.state_key_ends:
         interval = find_retention(kv_cache_config, vllm_config.cache_config)
-        log_warnings(examine([recurrent_states(groups.shape.alignment, interval)], Setup(config=config)))
+        shape = groups.shape
+        check = recurrent_states(shape.alignment, interval, shape.tail_tokens)
+        log_warnings(examine([check], Setup(config=config)))
     tier_events = None
     if publishes_events(vllm_config):
         state = offload.core.state

@@ -170,7 +170,7 @@ class ProgressReports:
         return self._late.pop(name, ())
 
     def step(
-        self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
+        self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff | facts.TailHandedOff]
     ) -> tuple[tuple[facts.Progress, ...], list[DeviceBlockId]]:
         """Return the progress to report in this step, and newly allocated blocks.
 
