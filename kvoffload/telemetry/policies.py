@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from kvoffload.core.recent import RecentItems
 from kvoffload.model.ids import BlockKey
 
-SAMPLE_BLOCKS = 2048
+SAMPLE_BLOCKS = 8192
 """The most blocks that a miniature has."""
 _ALL = 1 << 64  # above every hash
 _SMALLER = 0.75  # what is left of the sample when it is too large
