@@ -84,6 +84,10 @@ CAPACITIES: Mapping[str, float] = {
 """For each capacity of a prediction, by its label's value, the multiple of today's capacity."""
 
 
+POLICIES = ("eager", "twice", "lazy")
+"""The store policies that `auto` compares."""
+
+
 class TierState(Enum):
     """The states of a tier below the host."""
 
@@ -362,7 +366,7 @@ _CAPACITY = Label("capacity", served=tuple(CAPACITIES))
 # The states in which a job still uses memory.
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 _RESULT = Label("result", LookupResult)
-_POLICY = Label("policy", served=("eager", "twice", "lazy"))
+_POLICY = Label("policy", served=POLICIES)
 _SUBSCRIBER = Label("subscriber", Subscriber)
 _FEED = Label(
     "subscriber", Subscriber, served=tuple(each for each in Subscriber if each is not Subscriber.GAUGES)

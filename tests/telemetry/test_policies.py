@@ -74,7 +74,12 @@ def test_nothing_is_chosen_before_as_many_blocks_were_used_as_the_tiers_have() -
 
 @pytest.mark.parametrize(
     ("used", "allowed", "chosen"),
-    [("eager", ALL, "twice"), ("lazy", ALL, "twice"), ("twice", ALL, "twice"), ("lazy", ("eager", "lazy"), "lazy")],
+    [
+        ("eager", ALL, "twice"),
+        ("lazy", ALL, "twice"),
+        ("twice", ALL, "twice"),
+        ("lazy", ("eager", "lazy"), "lazy"),
+    ],
 )
 def test_the_allowed_policy_that_finds_clearly_more_is_chosen(
     used: str, allowed: tuple[str, ...], chosen: str
@@ -133,5 +138,7 @@ def test_auto_finds_nearly_what_the_best_policy_finds(
     trace = draw_workload(workload, requests)
     found = {policy: replay(trace, policy, device, host).found for policy in POLICIES}
     auto = found.pop("auto")
-    assert auto >= max(found.values()) - 0.013  # a point, and what the first requests cost, which find the host empty
+    assert (
+        auto >= max(found.values()) - 0.013
+    )  # a point, and what the first requests cost, which find the host empty
     assert auto >= min(found.values()) + above_worst
