@@ -18,6 +18,7 @@ BENCHES = (
     "fs",
     "hicache",
     "hooks",
+    "policies",
     "queue",
     "remote",
     "scale",

@@ -101,9 +101,9 @@ def test_a_load_that_ends_after_a_move_is_offered_by_the_new_planner() -> None:
 
 def test_auto_does_not_become_lazy_after_a_request_with_a_limit_on_stores() -> None:
     world = World(policy="auto", device=40)
-    assert world.core.policies == ("eager", "twice", "lazy")
+    assert "lazy" in world.core.policies
     world.serve_limited("private", TEXT, Limits(store_tokens=4))
-    assert world.core.policies == ("eager", "twice")
+    assert "lazy" not in world.core.policies
     world.choose("lazy")
     assert world.core.store_policy == "eager"
 

@@ -130,7 +130,9 @@ def test_auto_moves_to_the_policy_that_finds_most_and_says_why(
 def test_a_policy_that_the_operator_names_stays(sides: list[Side], policy: str) -> None:
     side = Side(portal=True, store_policy=policy)
     sides.append(side)
-    choice = side.side.observation.curve and side.side.observation.curve.choice
+    curve = side.side.observation.curve
+    assert curve is not None
+    choice = curve.choice
     assert choice is not None
     choice.chosen = "lazy"
     for _ in range(128):
