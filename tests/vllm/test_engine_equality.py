@@ -221,8 +221,8 @@ def test_a_store_policy_that_moves_under_traffic_changes_no_answer(
         reports = rig.connector._progress
         often = reports._every
         for number, policy in enumerate(("twice", "lazy", "eager", "lazy")):
-            some = list(REQUESTS.items())[10 * number : 10 * number + 10]
-            rig.start(dict(some))
+            for name, asked in list(REQUESTS.items())[10 * number : 10 * number + 10]:
+                rig.ask(name, asked)
             rig.step()
             rig.side.choose_policy(policy, {})
             rig.finish()
