@@ -250,13 +250,13 @@ class Loads:
     Args:
         state: the core's state.
         hits: the answers to lookups that wait for an allocation.
-        planner: the store planner, called after each successful load.
+        planner: the store planner, called after each successful load. `OffloadCore` may replace it.
     """
 
     def __init__(self, state: CoreState, hits: Lookups, planner: StorePlanner) -> None:
         self._state = state
         self._hits = hits
-        self._planner = planner
+        self.planner = planner
 
     # -- allocations --------------------------------------------------------------------------------------------
 
@@ -418,7 +418,7 @@ class Loads:
         self._state.tally.events.append(event)
         self._answer(record, job.incarnation, loaded=True)
         if record.incarnation == job.incarnation and record.state is _RUNNING:
-            self._planner.loaded(record)
+            self.planner.loaded(record)
 
     def _distrust(self, job: Load, report: JobReport) -> None:
         """Invalidate a load's host slots after one rank's copy failed, even while other ranks read them (R4).

@@ -14,7 +14,7 @@ from kvoffload.core.jobs import DeviceJob, Load, Offer
 from kvoffload.core.loads import Loads, Lookups
 from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.machine import JobState, RequestEvent, RequestState
-from kvoffload.core.planners import make_planner
+from kvoffload.core.planners import make_planner, policies_for
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, Policy
 from kvoffload.core.stores import Stores
@@ -42,7 +42,7 @@ class OffloadCore:
         self.stores = Stores(self.state)
         self.lower_tiers = LowerTiers(self.state, self.stores)
         self.tier_store = self.lower_tiers.store
-        self._planner = make_planner(self.state, self.stores)
+        self._planner = make_planner(self.state, self.stores, policy.store_policy)
         self._hits = Lookups(self.state, self.lower_tiers)
         self._loads = Loads(self.state, self._hits, self._planner)
         self.take_results = self._loads.take_results
@@ -87,6 +87,8 @@ class OffloadCore:
         )
         if not fact.persists:
             self.state.requests.some_private = True
+        if fact.limits.store_tokens is not None:
+            self.state.requests.some_limited = True
         if self.state.tiers:
             self.lower_tiers.request_seen(record)
 
@@ -410,7 +412,26 @@ class OffloadCore:
         state.jobs.cancel_nothing()
         self.stores.stop(StoreOutcome.DEGRADED)
 
+    # -- the store policy -----------------------------------------------------------------------------------------
+
+    def policy_chosen(self, fact: facts.StorePolicyChosen) -> None:
+        """Store by another policy from now on, unless this policy is not allowed any more."""
+        was, policy = self._planner.name, fact.policy
+        if policy != was and policy in self.policies:
+            self._planner = self._loads.planner = make_planner(self.state, self.stores, policy)
+            self.state.tally.events.append(events.StorePolicyMoved(was, policy, fact.found))
+
     # -- queries; they change nothing -----------------------------------------------------------------------------
+
+    @property
+    def store_policy(self) -> str:
+        """Return the store policy in use."""
+        return self._planner.name
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Return the store policies among which `auto` may choose now."""
+        return policies_for(self.state)
 
     @property
     def has_work(self) -> bool:
@@ -490,5 +511,6 @@ _HANDLERS: Mapping[type[facts.Fact], Callable[[OffloadCore, Any], None]] = {
     facts.JobOverdue: OffloadCore.job_overdue,
     facts.CacheReset: OffloadCore.cache_reset,
     facts.InvariantBroken: OffloadCore.invariant_broken,
+    facts.StorePolicyChosen: OffloadCore.policy_chosen,
     facts.TierAnswered: lambda core, fact: core.lower_tiers.answered(fact),
 }

@@ -242,6 +242,8 @@ class Requests:
         """How many device blocks all requests reserve together."""
         self.some_private = False
         """Whether there was a request whose blocks must not outlive this process."""
+        self.some_limited = False
+        """Whether there was a request with a limit on stores."""
         self.is_full = False
         """True after a request did not fit, until no request reserves blocks. Meanwhile no load starts, so that small
         requests do not overtake a large one again and again."""

@@ -467,6 +467,7 @@ MISS_CAUSES = {
     StoreOutcome.NOT_HASHED: MissCause.DECLINED_OTHER,
     StoreOutcome.DEGRADED: MissCause.DECLINED_OTHER,
     StoreOutcome.LIMITED: MissCause.LIMITED,
+    StoreOutcome.SEEN_ONCE: MissCause.SEEN_ONCE,
     StoreOutcome.LOST: MissCause.LOST,
     StoreOutcome.REQUEST_GONE: MissCause.LOST,
     StoreOutcome.FAILED: MissCause.STORE_FAILED,

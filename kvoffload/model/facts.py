@@ -284,6 +284,18 @@ class CacheReset(Fact, frozen=True):
     """The operator reset the cache: lookups must find nothing computed before."""
 
 
+class StorePolicyChosen(Fact, frozen=True):
+    """With the store policy `auto`: another policy would have found more of the recent prompts.
+
+    Args:
+        policy: the policy that would have found most.
+        found: for each policy, the share of the recent prompts' blocks that it would have found.
+    """
+
+    policy: str
+    found: dict[str, float]
+
+
 class InvariantBroken(Fact, frozen=True):
     """An audit found a broken invariant, a state handler raised, or a worker cannot copy any more."""
 

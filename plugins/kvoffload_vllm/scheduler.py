@@ -85,6 +85,10 @@ class VllmScheduler:
             groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
         )
 
+    def set_report_every(self, steps: int) -> None:
+        """Set the number of steps between two progress reports of decoding requests."""
+        self._progress.set_every(steps)
+
     # -- before a step ------------------------------------------------------------------------------------------
 
     # vLLM passes its block pool by one of these hooks (`support.POOL_HOOKS`), before the first request.

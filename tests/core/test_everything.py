@@ -65,7 +65,7 @@ class Everything(RuleBasedStateMachine):
         "ranks": st.integers(1, 2),
         "device": st.integers(24, 40),
         "host": st.integers(1, 20),
-        "policy": st.sampled_from(["eager", "lazy"]),
+        "policy": st.sampled_from(["eager", "lazy", "twice", "auto"]),
         "least": st.sampled_from([0, 0, 8]),
         "step_tokens": st.sampled_from([4, 8]),
         "report_every": st.sampled_from([1, 1, 3]),
@@ -173,6 +173,11 @@ class Everything(RuleBasedStateMachine):
             self.may_have.clear()
             self.world.reset()
             assert not self.world.pool.index
+
+    @rule(policy=st.sampled_from(["eager", "lazy", "twice"]), really=RARELY)
+    def choose(self, policy: str, really: bool) -> None:
+        if really:
+            self.world.choose(policy)
 
     @rule(really=VERY_RARELY)
     def degrade(self, really: bool) -> None:

@@ -791,6 +791,9 @@ class World:
         self.close_table()
         self.tell(facts.CacheReset())
 
+    def choose(self, policy: str) -> None:
+        self.tell(facts.StorePolicyChosen(policy, {}))
+
     def degrade(self) -> None:
         self.close_table()
         self.tell(facts.InvariantBroken(DegradeCause.INVARIANT_BROKEN, "a test"))
