@@ -36,7 +36,7 @@ ON_SGLANG = PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(SGLANG)
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-node bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hooks bench-node bench-policies bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
 .DELETE_ON_ERROR:
 
 help:
@@ -196,6 +196,9 @@ bench-scale: venv  ## time lookups and measure memory of many slots
 
 bench-serve: venv vllm-env  ## measure throughput of vLLM with offloading
 	@$(VLLM_BENCH) serve $(ARGS)
+
+bench-policies: venv  ## count hits of each store policy, by the host's size
+	@PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(BENCH) policies $(ARGS)
 
 bench-trace: venv  ## count hits of a production trace by tier
 	@$(BENCH) trace $(ARGS)

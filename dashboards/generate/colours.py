@@ -17,7 +17,7 @@ COLOURS: dict[str, str] = {
     "declined_stale": "#d8b98a", "declined_lease_limit": YELLOW, "declined_other": "#b89b62", "declined_not_ready": "#f0dd9a",
     "declined_stalled": "#a33b4f", "stalled": "#7d2438", "on_node": "#7cc0a5", "on_disk": "#5b9aa0", "in_remote": "#3f7f86", "tier_opening": "#93c3c7", "lost": "#e0a0a0",
     "store_failed": "#b02a2a", "after_reset": "#a06bc9", "load_failed": "#e2685a", "load_declined": "#8a78c9",
-    "limited": "#9a86b8", "corrupt": "#8b0000", "no_room": "#f0b429", "degraded": "#4d0f0f",
+    "limited": "#9a86b8", "corrupt": "#8b0000", "no_room": "#f0b429", "seen_once": "#c9822e", "degraded": "#4d0f0f",
     # outcomes of stores and loads
     "stored": BLUE, "loaded": GREEN, "done": GREEN, "already_cached": "#b8c9dd", "in_flight": "#7fb3ea",
     "stale": "#d8b98a", "not_hashed": "#8c8c8c", "host_full": "#c4601a", "not_ready": "#f0dd9a", "lease_limit": YELLOW,
@@ -29,6 +29,8 @@ COLOURS: dict[str, str] = {
     "found": GREEN, "missing": GREY, "none": RED, "ask p50": "#7fb3ea", "ask p99": BLUE,
     "opening": YELLOW, "open": GREEN, "failing": ORANGE, "closed": RED,
     "timeout": YELLOW, "unreachable": ORANGE, "denied": "#a06bc9", "full": "#c4601a", "other": GREY,
+    # store policies
+    "eager": BLUE, "twice": GREEN, "lazy": YELLOW,
     # directions and jobs
     "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",

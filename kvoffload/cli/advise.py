@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.top import LOST, SAVED, Reading, Server, page_url, predicted
-from kvoffload.model.config import size_text
+from kvoffload.model.config import AUTO, size_text
 from kvoffload.model.wire import Tier
-from kvoffload.telemetry.catalogue import CAPACITIES, TierSizes
+from kvoffload.telemetry.catalogue import CAPACITIES, POLICIES, TierSizes
 
 if TYPE_CHECKING:
     from kvoffload.cli.figures import Account
@@ -176,10 +176,21 @@ def _stores(reading: Reading) -> Sentence | None:
     if not stored or stored < reading.total("kvoffload_capacity_slots", tier=Tier.HOST.value):
         return None  # the host has not been filled once
     reuse = reading.total("kvoffload_load_blocks_total", outcome="loaded") / stored
-    policies = reading.values("kvoffload_info", "store_policy")
-    advice = ": set store_policy to lazy" if reuse < _LEAST_REUSE and "eager" in policies else ""
-    text = f"For 100 stored blocks {100 * reuse:,.0f} were loaded again{advice}."
-    return Sentence("stores", text, {"loads_per_store": reuse})
+    text = f"For 100 stored blocks {100 * reuse:,.0f} were loaded again"
+    found = {
+        policy: reading.total("kvoffload_predicted_policy_hit_ratio", policy=policy) for policy in POLICIES
+    }
+    best, used = max(found, key=found.__getitem__), reading.values("kvoffload_store_policy", "policy")
+    numbers = {"loads_per_store": reuse} | (found if any(found.values()) else {})
+    (setting,) = reading.values("kvoffload_info", "store_policy") or [""]
+    if setting == AUTO and used:
+        text += f"; store_policy auto stores by {used[0]}"
+    elif used and found[best] - found[used[0]] >= _WORTH:
+        shares = f"{best} would have found {_percent(found[best])}, {used[0]} {_percent(found[used[0]])}"
+        text += f"; of the recent prompts' blocks {shares}: set store_policy to auto"
+    elif not any(found.values()) and reuse < _LEAST_REUSE and setting == "eager":
+        text += ": set store_policy to lazy"
+    return Sentence("stores", f"{text}.", numbers)
 
 
 def _so_far(reading: Reading) -> Sentence | None:

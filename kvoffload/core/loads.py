@@ -22,7 +22,7 @@ from operator import itemgetter
 from kvoffload.core.jobs import Failure, Load
 from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.machine import RequestEvent, RequestState
-from kvoffload.core.match import longest_match
+from kvoffload.core.match import find_in_tail, longest_match
 from kvoffload.core.planners import StorePlanner
 from kvoffload.core.request import PendingHit, RequestRecord, from_fields
 from kvoffload.core.state import CoreState, LoadResults
@@ -212,7 +212,7 @@ class Lookups:
         is_free = record.limits.load_tokens is None
         limit = last if is_free else record.longest_hit(device_tokens, state.shape)
         tokens, slots, missing, lacks_state, full_tokens = longest_match(
-            state.shape, record.keys, state.pool.index, device_tokens, limit, full_tokens
+            state.shape, record.keys, state.pool.index, device_tokens, limit, full_tokens, record.hashes
         )
         if full_tokens > tokens and state.policy.prefix_boundaries:
             record.boundary = full_tokens
@@ -250,13 +250,13 @@ class Loads:
     Args:
         state: the core's state.
         hits: the answers to lookups that wait for an allocation.
-        planner: the store planner, called after each successful load.
+        planner: the store planner, called after each successful load. `OffloadCore` may replace it.
     """
 
     def __init__(self, state: CoreState, hits: Lookups, planner: StorePlanner) -> None:
         self._state = state
         self._hits = hits
-        self._planner = planner
+        self.planner = planner
 
     # -- allocations --------------------------------------------------------------------------------------------
 
@@ -338,17 +338,20 @@ class Loads:
             fact: the allocation, with the request's new block table.
             length: the length of the prefix in tokens, including the device's own hit.
         """
-        parts = self._state.pool.index.parts
+        index, shape = self._state.pool.index, self._state.shape
         copies: list[tuple[int, SlotId, DeviceBlockId]] = []
-        for group, table, keys in zip(self._state.shape.groups, fact.tables, record.keys, strict=True):
+        for group, table, keys in zip(shape.groups, fact.tables, record.keys, strict=True):
             size = group.block_tokens
             first = max(group.first_needed_token(length), fact.device_tokens) // size
             for position in range(first, min(-(-length // size), len(table))):
                 block = table[position]
                 if block == NULL_BLOCK:
                     continue  # The engine allocates no block for a position that it does not read.
-                key = keys[position] if position < len(keys) else None
-                slot = None if key is None else parts[key[0]].get(key)
+                if (position + 1) * size > length:
+                    slot = find_in_tail(shape, group, keys, record.hashes, length, index)
+                else:
+                    key = keys[position] if position < len(keys) else None
+                    slot = None if key is None else index.parts[key[0]].get(key)
                 if slot is None:
                     return None
                 copies.append((position * size, slot, block))
@@ -415,7 +418,7 @@ class Loads:
         self._state.tally.events.append(event)
         self._answer(record, job.incarnation, loaded=True)
         if record.incarnation == job.incarnation and record.state is _RUNNING:
-            self._planner.loaded(record)
+            self.planner.loaded(record)
 
     def _distrust(self, job: Load, report: JobReport) -> None:
         """Invalidate a load's host slots after one rank's copy failed, even while other ranks read them (R4).

@@ -155,7 +155,7 @@ class LowerTiers:
             missing = self._first_missing(record.keys[0][: limit // state.shape.alignment])
             if missing is None or not (_have(tiers, missing) or state.device.block_of(missing) is not None):
                 return
-        on_host = longest_match(state.shape, record.keys, state.pool.index, 0, limit)
+        on_host = longest_match(state.shape, record.keys, state.pool.index, 0, limit, hashes=record.hashes)
         if on_host.missing is None:
             return
         index = LayeredIndex(state.pool.index, tiers, state.device)
@@ -288,7 +288,9 @@ class LowerTiers:
         start = hit.tokens if state.shape.is_one_full_group else hit.device_tokens
         least = max(record.least_tokens, state.policy.min_load_tokens)
         while True:
-            reached, slots, *_ = longest_match(state.shape, record.keys, index, start, limit)
+            reached, slots, *_ = longest_match(
+                state.shape, record.keys, index, start, limit, hashes=record.hashes
+            )
             blocks = index.on_tiers(slots)
             gain = min(reached - hit.tokens, len(blocks) * alignment)
             worth = max([tier.least_tokens for _, tier, _ in blocks], default=0)

@@ -9,6 +9,9 @@ that the token at L reads:
     chunked             [D ..)        [c .. L)     the current chunk, from its first token c
     recurrent                         [L-1, L)     the state after the last token
 
+If L lies inside a block, the host needs the tail after exactly L tokens: in each recurrent group the state after L tokens,
+and in each full-attention group a block with the KV up to L. The latter may be a whole block.
+
 Each block is looked up once. A missing block rules out all lengths that need it, so the search only moves to shorter
 lengths.
 """
@@ -18,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from operator import itemgetter
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.request import from_fields
@@ -50,6 +53,7 @@ def longest_match(
     start: int,
     limit: int,
     device_tokens: int = 0,
+    hashes: Sequence[bytes] = (),
 ) -> Match:
     """Return the longest usable prefix of at most `limit` tokens, or of `start` tokens if none is longer.
 
@@ -61,11 +65,16 @@ def longest_match(
         limit: the maximum length of the prefix, in tokens.
         device_tokens: tokens whose full-attention blocks the device holds; more than `start` if the device lacks a
             recurrent state.
+        hashes: the request's hashes for tails, if the engine can use hits that end in a tail.
     """
     if shape.is_one_full_group:
         return _match_in_one_full_group(shape.alignment, keys[0], index, start, limit)
     search = _Search(shape, keys, index, start)
     length, blocker = search.descend(search.aligned(limit))
+    if hashes and (tail := search.find_tail(hashes, length, limit)):
+        length = tail
+        if tail > search.full_length:
+            blocker, search.lacks_state = search.full_blocker, False
     full_tokens = 0
     if shape.state_key_ends:
         full_tokens = search.full_length
@@ -89,6 +98,27 @@ def _match_in_one_full_group(
     return _match((max((first + len(found)) * tokens, start), tuple(found), None, False, 0))
 
 
+def find_in_tail(
+    shape: EngineShape,
+    group: GroupSpec,
+    keys: Sequence[BlockKey],
+    hashes: Sequence[bytes],
+    tokens: int,
+    index: FoundKeys,
+) -> SlotId | None:
+    """Return the slot of a group's last block for a hit that ends inside this block, or None if the index lacks it.
+
+    A whole block of attention has the KV of its first tokens, too. A recurrent state must be the state after exactly
+    `tokens` tokens.
+    """
+    position = tokens // group.block_tokens
+    usable = [shape.tail_key(group, hashes, tokens)]
+    if group.kind is not AttentionKind.RECURRENT and position < len(keys):
+        usable.insert(0, keys[position])
+    found = [index.parts[key[0]].get(key) for key in usable if key is not None]
+    return next((slot for slot in found if slot is not None), None)
+
+
 class _Search:
     def __init__(
         self,
@@ -97,21 +127,25 @@ class _Search:
         index: FoundKeys,
         start: int,
     ) -> None:
+        self._shape = shape
         self._groups = shape.groups
         self._alignment = shape.alignment
         self._keys = keys
+        self._index = index
         self._parts = index.parts
         self._start = start
         self._found: tuple[dict[int, SlotId], ...] = tuple({} for _ in shape.groups)
         self.full_length = start
         """The length of the hit if only the full-attention groups mattered."""
+        self.full_blocker: BlockKey | None = None
+        """The first missing key after `full_length`, or None if the limit ended this length."""
         self.lacks_state = False
         """Whether a missing recurrent state ruled out the next longer length."""
 
     def descend(self, length: int) -> tuple[int, BlockKey | None]:
         """Return the longest usable length up to `length`, and the first missing key after that length."""
         length, blocker = self.descend_full(length)
-        self.full_length = length
+        self.full_length, self.full_blocker = length, blocker
         moved = True
         while moved and length > self._start:
             moved = False
@@ -134,15 +168,46 @@ class _Search:
                 length, blocker = cut, self._key(group, cut)
         return length, blocker
 
+    def find_tail(self, hashes: Sequence[bytes], length: int, limit: int) -> int:
+        """Return the length of the longest usable hit that ends in a tail and is longer than `length`; 0 if there is none.
+
+        The attention blocks before the tail must be there, so the tail ends at most one block after `full_length`.
+        """
+        size, unit, parts = self._alignment, self._shape.tail_tokens, self._parts
+        last = min(limit, self.full_length + size - 1, len(hashes) * unit) // unit
+        state_end = next(group.key_end for group in self._groups if group.kind is AttentionKind.RECURRENT)
+        for number in range(last, length // unit, -1):
+            tokens, key = number * unit, hashes[number - 1] + state_end
+            if (
+                tokens % size
+                and parts[key[0]].get(BlockKey(key)) is not None
+                and self._ends_in(tokens, hashes)
+            ):
+                return tokens
+        return 0
+
+    def _ends_in(self, tokens: int, hashes: Sequence[bytes]) -> bool:
+        """Return whether all groups have their block of a tail, and use these blocks for the hit."""
+        slots = [
+            find_in_tail(self._shape, group, keys, hashes, tokens, self._index)
+            for group, keys in zip(self._groups, self._keys, strict=True)
+        ]
+        if None in slots:
+            return False
+        for found, slot in zip(self._found, slots, strict=True):
+            found[tokens // self._alignment] = cast("SlotId", slot)
+        return True
+
     def slots_for(self, length: int) -> tuple[SlotId, ...]:
         """Return the slots to load for a usable length, heads first."""
+        end = length + -length % self._alignment
         if len(self._groups) == 1:
             found = self._found[0]
-            return tuple([found[position] for position in self._needed(self._groups[0], length, length)])
+            return tuple([found[position] for position in self._needed(self._groups[0], length, end)])
         blocks = [
             (position * group.block_tokens, found[position])
             for group, found in zip(self._groups, self._found, strict=True)
-            for position in self._needed(group, length, length)
+            for position in self._needed(group, length, end)
         ]
         blocks.sort(key=itemgetter(0))
         return tuple([slot for _, slot in blocks])

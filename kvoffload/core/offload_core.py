@@ -6,7 +6,7 @@ the state can be copied and compared, so tests can explore it. Each class of fac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvoffload.core.audit import audit
@@ -14,13 +14,14 @@ from kvoffload.core.jobs import DeviceJob, Load, Offer
 from kvoffload.core.loads import Loads, Lookups
 from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.machine import JobState, RequestEvent, RequestState
-from kvoffload.core.planners import make_planner
+from kvoffload.core.planners import make_planner, policies_for
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, Policy
 from kvoffload.core.stores import Stores
 from kvoffload.model import events, facts
 from kvoffload.model.causes import DegradeCause, PinDropCause, RejectionCause, StoreOutcome
 from kvoffload.model.engine import BlockPool, EngineShape
+from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.wire import NOTHING, Tier, TransferPlan
 
@@ -41,7 +42,7 @@ class OffloadCore:
         self.stores = Stores(self.state)
         self.lower_tiers = LowerTiers(self.state, self.stores)
         self.tier_store = self.lower_tiers.store
-        self._planner = make_planner(self.state, self.stores)
+        self._planner = make_planner(self.state, self.stores, policy.store_policy)
         self._hits = Lookups(self.state, self.lower_tiers)
         self._loads = Loads(self.state, self._hits, self._planner)
         self.take_results = self._loads.take_results
@@ -81,10 +82,13 @@ class OffloadCore:
             fact.reads_cache,
             fact.persists,
             fact.limits,
+            fact.hashes,
             offered=[*self.state.none_offered],
         )
         if not fact.persists:
             self.state.requests.some_private = True
+        if fact.limits.store_tokens is not None:
+            self.state.requests.some_limited = True
         if self.state.tiers:
             self.lower_tiers.request_seen(record)
 
@@ -243,8 +247,8 @@ class OffloadCore:
             self._new.clear()
         advanced = self._advance(fact) if fact.progress or fact.reallocated else []
         if state.degraded is None:
-            if fact.states:
-                self._offer_states(fact.states)
+            if fact.states or fact.tails:
+                self._offer_states(fact)
             if self.stores.again or self.stores.for_room or self.stores.states_for_room:
                 self.stores.next_step()
             self._planner.step(fact, advanced)
@@ -295,13 +299,13 @@ class OffloadCore:
             advanced.append(record)
         return advanced
 
-    def _offer_states(self, states: Iterable[facts.StateHandedOff]) -> None:
-        """Offer the recurrent states that a step completes, before other blocks: a prefix needs its state to hit.
+    def _offer_states(self, fact: facts.StepScheduled) -> None:
+        """Offer the recurrent states that a step hands off, before other blocks: a prefix needs its state to hit.
 
         Call this method after the step's block tables have been updated and stale entries zeroed.
         """
         offers: list[Offer] = []
-        for request, group, position, key, block in states:
+        for request, group, position, key, block in fact.states:
             record = self.state.requests.live.get(request)
             if record is None or record.state is not _RUNNING:
                 self.stores.refuse([Offer(key, block)], StoreOutcome.REQUEST_GONE)
@@ -319,6 +323,48 @@ class OffloadCore:
             if end == record.boundary:
                 self._hits.boundary_stored(record)
         self._planner.states(offers)
+        if fact.tails:
+            self._offer_tails(fact.tails)
+
+    def _offer_tails(self, tails: Iterable[facts.TailHandedOff]) -> None:
+        """Offer the blocks of tails. Such an offer never waits: the engine soon reuses or fills the blocks."""
+        offers = dict[BlockKey, Offer]()  # without a request, so that the offers cannot wait
+        for tail in tails:
+            refused = self._refuses(tail)
+            if refused is not None:
+                self.stores.refuse([Offer(tail.key, tail.block)], refused)
+                continue
+            record = self.state.requests.live[tail.request]
+            record.tail = tail.tokens
+            offers[tail.key] = Offer(tail.key, tail.block)
+            for key, block in self._attention_of(record, tail.tokens):
+                offers[key] = Offer(key, block)
+        self._planner.tails(list(offers.values()))
+
+    def _refuses(self, tail: facts.TailHandedOff) -> StoreOutcome | None:
+        """Return why a tail must not be stored, or None."""
+        record, shape = self.state.requests.live.get(tail.request), self.state.shape
+        if record is None or record.state is not _RUNNING:
+            return StoreOutcome.REQUEST_GONE
+        if tail.key != shape.tail_key(shape.groups[tail.group], record.hashes, tail.tokens):
+            return StoreOutcome.STALE
+        if record.limits.store_tokens is not None and tail.tokens > record.limits.store_tokens:
+            return StoreOutcome.LIMITED
+        return None if record.may_store else StoreOutcome.BEFORE_RESET
+
+    def _attention_of(self, record: RequestRecord, tokens: int) -> Iterator[tuple[BlockKey, DeviceBlockId]]:
+        """Yield the keys and blocks of full attention that contain the end of a request's first `tokens` tokens.
+
+        A block counts only if the engine's own hash of it covers these tokens (R7): the tail's, or the whole block's.
+        """
+        shape = self.state.shape
+        for group, table, keys in zip(shape.groups, record.table or (), record.keys, strict=False):
+            position = tokens // group.block_tokens
+            key = shape.tail_key(group, record.hashes, tokens)
+            if group.kind is AttentionKind.FULL and key is not None and position < len(table):
+                (held,) = self.state.device.keys_of((table[position],))
+                if held is not None and held in (key, *keys[position : position + 1]):
+                    yield key, table[position]
 
     # -- reports ------------------------------------------------------------------------------------------------
 
@@ -366,7 +412,26 @@ class OffloadCore:
         state.jobs.cancel_nothing()
         self.stores.stop(StoreOutcome.DEGRADED)
 
+    # -- the store policy -----------------------------------------------------------------------------------------
+
+    def policy_chosen(self, fact: facts.StorePolicyChosen) -> None:
+        """Store by another policy from now on, unless this policy is not allowed any more."""
+        was, policy = self._planner.name, fact.policy
+        if policy != was and policy in self.policies:
+            self._planner = self._loads.planner = make_planner(self.state, self.stores, policy)
+            self.state.tally.events.append(events.StorePolicyMoved(was, policy, fact.found))
+
     # -- queries; they change nothing -----------------------------------------------------------------------------
+
+    @property
+    def store_policy(self) -> str:
+        """Return the store policy in use."""
+        return self._planner.name
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Return the store policies among which `auto` may choose now."""
+        return policies_for(self.state)
 
     @property
     def has_work(self) -> bool:
@@ -416,6 +481,8 @@ class OffloadCore:
             since_reset = record is not None and record.may_store
             for blocks in progress.new_blocks:
                 self._separate(blocks, since_reset=since_reset)
+        for source, target in fact.copies:
+            self._separate((target,), since_reset=source in self.state.computed_since_reset)
 
     def _separate(self, blocks: Iterable[DeviceBlockId], *, since_reset: bool) -> None:
         """Record whether the KV that requests compute into these blocks is from after the last reset."""
@@ -444,5 +511,6 @@ _HANDLERS: Mapping[type[facts.Fact], Callable[[OffloadCore, Any], None]] = {
     facts.JobOverdue: OffloadCore.job_overdue,
     facts.CacheReset: OffloadCore.cache_reset,
     facts.InvariantBroken: OffloadCore.invariant_broken,
+    facts.StorePolicyChosen: OffloadCore.policy_chosen,
     facts.TierAnswered: lambda core, fact: core.lower_tiers.answered(fact),
 }

@@ -1,25 +1,28 @@
 """Store planners, which decide when a computed block is offered to the host.
 
-`eager` offers a block as soon as the block's tokens are confirmed. `lazy` offers only blocks that the device is about
-to evict. The engine may reuse freed blocks at any time, so `lazy` also checks a request's blocks when the request ends.
-To add a planner, write a class with the six methods of `EagerPlanner` and add a branch to `make_planner`.
+`eager` offers a block as soon as the block's tokens are confirmed. `twice` does so too, but offers a full host only
+blocks that were offered before. `lazy` offers only blocks that the device is about to evict. The engine may reuse freed
+blocks at any time, so `lazy` also checks a request's blocks when the request ends.
+To add a planner, write a class with the name and the seven methods of `EagerPlanner` and add a branch to `make_planner`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, repeat
 from operator import itemgetter
+from typing import ClassVar
 
 from kvoffload.core.jobs import Offer
-from kvoffload.core.machine import RequestState
+from kvoffload.core.machine import RequestState, SlotState
+from kvoffload.core.recent import RecentItems
 from kvoffload.core.request import RequestRecord, from_fields
 from kvoffload.core.state import CoreState
 from kvoffload.core.stores import MISS_CAUSES, Stores
 from kvoffload.model.causes import StoreOutcome
-from kvoffload.model.facts import StepScheduled
+from kvoffload.model.facts import StepScheduled, TailHandedOff
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId, GroupId
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId
 
 _RUNNING = RequestState.RUNNING
 _POSITION: Callable[[Offer], int] = itemgetter(5)
@@ -27,12 +30,21 @@ _offer = from_fields(Offer)
 
 
 class EagerPlanner:
-    """Offers every block as soon as its tokens are confirmed."""
+    """Offers every block as soon as its tokens are confirmed.
 
-    def __init__(self, state: CoreState, stores: Stores) -> None:
+    Args:
+        state: the core's state.
+        stores: gets the offers.
+        due: running requests, some of whose blocks another planner has not offered.
+    """
+
+    name: ClassVar[str] = "eager"
+
+    def __init__(self, state: CoreState, stores: Stores, due: Iterable[RequestRecord] = ()) -> None:
         self._state = state
         self._stores = stores
-        self._due: dict[RequestRecord, None] = {}
+        self._due = dict.fromkeys(due)
+        self._offer = stores.offer
 
     def allocated(self, record: RequestRecord) -> None:
         """Handle a request's new block table. The request either runs or waits for a load into the table."""
@@ -59,11 +71,15 @@ class EagerPlanner:
             if record.state is _RUNNING:
                 offers += _confirmed(self._state, record, self._stores)
         if offers:
-            self._stores.offer(offers)
+            self._offer(offers)
 
     def states(self, offers: Sequence[Offer]) -> None:
         """Offer the recurrent states that a step completes. The engine may soon free the blocks that hold them."""
-        self._stores.offer(offers)
+        self._offer(offers)
+
+    def tails(self, offers: Sequence[Offer]) -> None:
+        """Offer the blocks of tails."""
+        self._stores.offer_tails(offers)
 
     def ending(self, record: RequestRecord) -> None:
         """Offer a running request's remaining blocks before the engine frees them."""
@@ -71,7 +87,7 @@ class EagerPlanner:
         if record.waiting:
             self._stores.ending(record)
         if offers := _confirmed(self._state, record, self._stores):
-            self._stores.offer(offers, last_chance=True)
+            self._offer(offers, last_chance=True)
 
     def preempted(self, record: RequestRecord) -> None:
         """Count a preempted request's blocks as lost, except those offered before or cached on the host."""
@@ -80,6 +96,36 @@ class EagerPlanner:
         lost = [offer for offer in _confirmed(self._state, record, self._stores) if offer.key not in index]
         self._stores.refuse(lost, StoreOutcome.LOST)
         record.offered = [*self._state.none_offered]
+
+
+class TwicePlanner(EagerPlanner):
+    """Offers blocks like `EagerPlanner`, but a full host gets only blocks that were offered recently.
+
+    On a host smaller than what returns to it, most stores would evict a block that is used again for one that is not.
+    "Recently" is within as many offers as the host has slots, or up to twice as many. With a longer memory, blocks count
+    that return too rarely to be found on such a host.
+    """
+
+    name = "twice"
+
+    def __init__(self, state: CoreState, stores: Stores, due: Iterable[RequestRecord] = ()) -> None:
+        super().__init__(state, stores, due)
+        self._offer = self._offer_known
+        self._offered = RecentItems[BlockKey]()
+
+    def _offer_known(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
+        """Offer blocks that were offered recently or that the host has, and others if it has empty slots for them."""
+        pool, in_flight, offered = self._state.pool, self._stores.in_flight.keys, self._offered
+        empty = pool.count(SlotState.EMPTY)
+        known, fresh = list[Offer](), list[Offer]()
+        for offer in offers:
+            key = offer.key
+            is_known = key in offered or key in pool.index or key in in_flight
+            (known if is_known or len(known) < empty else fresh).append(offer)
+            offered.add(key, pool.capacity)
+        self._stores.refuse(fresh, StoreOutcome.SEEN_ONCE)
+        if known:
+            self._stores.offer(known, last_chance=last_chance)
 
 
 class LazyPlanner:
@@ -99,6 +145,8 @@ class LazyPlanner:
     stores would only evict blocks just stored: with more blocks in the queue than slots on the host, stores would never
     end, and an engine without requests would have to keep stepping.
     """
+
+    name: ClassVar[str] = "lazy"
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
         self._state = state
@@ -128,6 +176,7 @@ class LazyPlanner:
             for progress in fact.progress:
                 if (record := self._state.requests.live.get(progress.request)) is not None:
                     self._limit(record, progress.new_blocks)
+            self._limited.update(tail.block for tail in fact.tails if self._exceeds(tail))
         new = sum([len(blocks) for progress in fact.progress for blocks in progress.new_blocks])
         self._reallocated(new + len(fact.reallocated))
         is_host_turned_over = self._stored and self._stored >= self._state.pool.capacity
@@ -136,6 +185,9 @@ class LazyPlanner:
 
     def states(self, offers: Sequence[Offer]) -> None:
         """Do nothing: a look-ahead finds the states after the engine has freed the blocks that hold them."""
+
+    def tails(self, offers: Sequence[Offer]) -> None:
+        """Do nothing: like states, tails are found by a look-ahead."""
 
     def ending(self, record: RequestRecord) -> None:
         """Offer the request's deepest blocks if the free queue is so short that one or two steps may evict them."""
@@ -178,6 +230,12 @@ class LazyPlanner:
                 self._limited.update(blocks[max(allowed, first) :])
         self._limited.discard(NULL_BLOCK)
 
+    def _exceeds(self, tail: TailHandedOff) -> bool:
+        """Return whether a tail is longer than its request's limit on stores."""
+        record = self._state.requests.live.get(tail.request)
+        limit = None if record is None else record.limits.store_tokens
+        return limit is not None and tail.tokens > limit
+
     def _look_ahead(self) -> None:
         state = self._state
         room, offers = state.pool.room, list[Offer]()
@@ -219,14 +277,34 @@ class LazyPlanner:
 StorePlanner = EagerPlanner | LazyPlanner
 
 
-def make_planner(state: CoreState, stores: Stores) -> StorePlanner:
-    """Return the planner that the policy names.
+def make_planner(state: CoreState, stores: Stores, policy: str) -> StorePlanner:
+    """Return the planner that a store policy names. It may replace another planner while requests run.
 
     If a few steps can allocate the whole device pool, `lazy` cannot look far enough ahead, so `eager` replaces it.
     """
-    if state.policy.store_policy == "lazy" and 4 * state.shape.turnover_blocks < state.shape.device_blocks:
+    if policy == LazyPlanner.name and _can_look_ahead(state):
         return LazyPlanner(state, stores)
-    return EagerPlanner(state, stores)
+    kind = TwicePlanner if policy == TwicePlanner.name else EagerPlanner
+    return kind(state, stores, [one for one in state.requests.live.values() if one.state is _RUNNING])
+
+
+def policies_for(state: CoreState) -> tuple[str, ...]:
+    """Return the policies among which `auto` may choose now.
+
+    With lower tiers or host memory in files, later processes and other engines should find all blocks. A hit on a
+    recurrent model needs a state, too, so blocks alone do not predict hits. `lazy` must not begin after a request with a
+    limit on stores, because it would not know which blocks lie beyond the limit.
+    """
+    policy = state.policy
+    if policy.tiers or policy.keeps_host or state.shape.state_key_ends:
+        return (EagerPlanner.name,)
+    if state.requests.some_limited or not _can_look_ahead(state):
+        return EagerPlanner.name, TwicePlanner.name
+    return EagerPlanner.name, TwicePlanner.name, LazyPlanner.name
+
+
+def _can_look_ahead(state: CoreState) -> bool:
+    return 4 * state.shape.turnover_blocks < state.shape.device_blocks
 
 
 def _confirmed(state: CoreState, record: RequestRecord, stores: Stores) -> list[Offer]:

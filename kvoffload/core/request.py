@@ -74,6 +74,7 @@ class RequestRecord(Struct, eq=False):
         reads_cache: False if the request asked not to read cached blocks.
         persists: True if the request's blocks may be written to lower tiers and looked up there.
         limits: what the client allows for the request.
+        hashes: one hash for each `EngineShape.tail_tokens` tokens of the prompt; none if hits end after whole blocks.
         incarnation: identifies the request's block table. Jobs and offers made for an earlier table do not change the
             record.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
@@ -84,6 +85,7 @@ class RequestRecord(Struct, eq=False):
         found_tokens: the length of the device's own hit in tokens.
         loaded_tokens: the length in tokens of the prefix found on the device and then loaded from the host.
         confirmed_tokens: how many tokens, from the start of the prompt, are known to have KV in the block table.
+        tail: the number of tokens in the last tail that the engine handed off for the request; 0 for none.
         offered: per group, the first position not offered yet. The planners write it.
         waiting: the block positions whose offers wait for a decision.
         held: slots that the request stored or loaded, in that order, or that its lookups wait with for a fetch;
@@ -117,6 +119,7 @@ class RequestRecord(Struct, eq=False):
     reads_cache: bool = True
     persists: bool = True
     limits: Limits = NO_LIMITS
+    hashes: tuple[bytes, ...] = ()
     state: RequestState = RequestState.SEEN
     incarnation: int = 0
     table: list[list[DeviceBlockId]] | None = None
@@ -126,6 +129,7 @@ class RequestRecord(Struct, eq=False):
     found_tokens: int = 0
     loaded_tokens: int = 0
     confirmed_tokens: int = 0
+    tail: int = 0
     offered: list[int] = []
     waiting: dict[Position, None] = {}
     held: list[SlotId] = []
@@ -159,8 +163,10 @@ class RequestRecord(Struct, eq=False):
         load_tokens = self.limits.load_tokens
         if load_tokens is None:
             return limit
-        # vLLM's own connector takes one token off the limit if a model has other than full-attention groups.
-        return min(limit, device_tokens + max(load_tokens - (not shape.is_full_only), 0))
+        # If a model has other than full-attention groups, vLLM's own connector loads no hit of whole blocks that is as long
+        # as the limit.
+        is_excluded = not shape.is_full_only and not load_tokens % shape.alignment
+        return min(limit, device_tokens + max(load_tokens - is_excluded, 0))
 
     def fetched_tokens(self, start: int, end: int, shape: EngineShape) -> dict[Tier, int]:
         """Return how many tokens of a hit were fetched for this request, by tier, without tiers that had none.
@@ -196,7 +202,10 @@ class RequestRecord(Struct, eq=False):
             size = group.block_tokens
             needed = max(group.first_needed_token(end), start) // size
             has_head = is_windowed or group.kind is AttentionKind.RECURRENT
-            for position, key in enumerate(keys[needed : -(-end // size)], needed):
+            blocks = list(enumerate(keys[needed : -(-end // size)], needed))
+            if (in_tail := shape.tail_key(group, self.hashes, end)) is not None:
+                blocks.append((end // size, in_tail))
+            for position, key in blocks:
                 if (tier := self.fetched_from.get(key)) is not None:
                     is_head = has_head and position == needed
                     first = start if is_head else max(position * size, start)
@@ -233,6 +242,8 @@ class Requests:
         """How many device blocks all requests reserve together."""
         self.some_private = False
         """Whether there was a request whose blocks must not outlive this process."""
+        self.some_limited = False
+        """Whether there was a request with a limit on stores."""
         self.is_full = False
         """True after a request did not fit, until no request reserves blocks. Meanwhile no load starts, so that small
         requests do not overtake a large one again and again."""

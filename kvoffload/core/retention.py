@@ -38,6 +38,7 @@ class Retention:
     def __init__(self, pool: SlotPool, shape: EngineShape, tiers: tuple[LowerTier, ...]) -> None:
         self._pool = pool
         self._tiers = tiers
+        self._shape = shape
         self._groups = shape.groups
         self._block_tokens = shape.block_tokens
 
@@ -105,12 +106,16 @@ class Retention:
     def release(self, record: RequestRecord) -> None:
         """Release all slots that a request holds. The deepest blocks will be evicted first."""
         if self._tiers and record.loaded_tokens and record.persists:
-            keys = self._keys(record, record.loaded_tokens, state=record.loaded_tokens)
+            keys = [*self._keys(record, record.loaded_tokens, state=record.loaded_tokens)]
+            keys += self._keys_of_tail(record, record.loaded_tokens)
             on_host = self._pool.index.parts
             for tier in self._tiers:
                 on_tier = tier.pool.index.parts
                 lacking = [key for key in reversed(keys) if key not in on_tier[key[0]]]
                 tier.reuse([key for key in lacking if key in on_host[key[0]]])
+        if record.tail:
+            index = self._pool.index
+            self._pool.use([index[key] for key in self._keys_of_tail(record, record.tail) if key in index])
         if record.shares or record.found_tokens:
             self._release_and_use(record)
             record.shares = False
@@ -150,6 +155,10 @@ class Retention:
         parts = self._pool.index.parts
         keys = reversed(self._keys(record, tokens, held))
         return [slot for key in keys if (slot := parts[key[0]].get(key)) is not None]
+
+    def _keys_of_tail(self, record: RequestRecord, tokens: int) -> list[BlockKey]:
+        keys = (self._shape.tail_key(group, record.hashes, tokens) for group in self._groups)
+        return [key for key in keys if key is not None]
 
     def _keys(
         self, record: RequestRecord, tokens: int, held: Collection[SlotId | None] = (), state: int = 0

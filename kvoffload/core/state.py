@@ -22,7 +22,7 @@ class Policy:
     """The operator's choices that affect the core's decisions.
 
     Args:
-        store_policy: "eager" or "lazy".
+        store_policy: "eager", "lazy", "twice", or "auto", which begins as "eager".
         min_load_tokens: hits shorter than this are recomputed.
         prefix_boundaries: ask the engine for a recurrent state when a longer hit lacks only this state.
         tiers: the classes of the lower tiers in the order in which they are searched, each with the number of times

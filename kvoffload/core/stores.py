@@ -64,6 +64,16 @@ class Stores:
         self._state.tally.offered(len(offers))
         self._decide(offers, last_chance=last_chance)
 
+    def offer_tails(self, offers: Sequence[Offer]) -> None:
+        """Decide on offers of the blocks of tails, whose keys the caller has compared with the engine's own hashes.
+
+        The key of an attention block in a tail differs from the engine's hash once the block is whole. The offers name no
+        request, and none of them waits.
+        """
+        self._state.tally.offered(len(offers))
+        fresh = self._fresh(offers)
+        self._admit_some(fresh, [offer.key for offer in fresh], last_chance=True)
+
     def refuse(self, offers: Sequence[Offer], outcome: StoreOutcome) -> None:
         """Count an offer with this outcome for each block that cannot be stored."""
         if offers:
@@ -457,6 +467,7 @@ MISS_CAUSES = {
     StoreOutcome.NOT_HASHED: MissCause.DECLINED_OTHER,
     StoreOutcome.DEGRADED: MissCause.DECLINED_OTHER,
     StoreOutcome.LIMITED: MissCause.LIMITED,
+    StoreOutcome.SEEN_ONCE: MissCause.SEEN_ONCE,
     StoreOutcome.LOST: MissCause.LOST,
     StoreOutcome.REQUEST_GONE: MissCause.LOST,
     StoreOutcome.FAILED: MissCause.STORE_FAILED,

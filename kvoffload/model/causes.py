@@ -28,6 +28,9 @@ class MissCause(Cause):
     DECLINED_LEASE_LIMIT = "declined_lease_limit"  # offered while a quarter of the device pool was leased
     DECLINED_STALLED = "declined_stalled"  # offered while copies were stalled
     DECLINED_OTHER = "declined_other"  # offered and declined for another reason
+    SEEN_ONCE = (
+        "seen_once"  # offered for the first time to a full host, which stores only blocks offered again
+    )
     LOST = "lost"  # the device evicted the block before it was stored
     STORE_FAILED = "store_failed"  # the block's copy to the host failed
     AFTER_RESET = "after_reset"  # a reset removed the block from the host
@@ -73,6 +76,7 @@ class StoreOutcome(Cause):
     LEASE_LIMIT = "lease_limit"  # stores already leased a quarter of the device pool
     STALLED = "stalled"  # no store may start while copies are stalled
     LIMITED = "limited"  # the request's own limit excludes the block
+    SEEN_ONCE = "seen_once"  # the host was full, and the block had not been offered before
     REQUEST_GONE = "request_gone"  # the request ended after losing its blocks
     # the block's request was preempted, or the device evicted the block before a store could start
     LOST = "lost"

@@ -26,7 +26,8 @@ _LONGEST_TIMEOUT_S = 10**9
 _LONGEST_SHOWN = 200  # the maximum length, in characters, of a name, and of a bad value in an error
 
 AUTO: Final = "auto"
-"""The value of `min_load_tokens` that selects the measured break-even length."""
+"""The value of `min_load_tokens` that selects the measured break-even length, and that of `store_policy` that selects the
+policy which finds most."""
 
 ADVICE: Final = "advised: at least three times the device's KV cache"
 """The advice on `host_bytes` if the machine is not known."""
@@ -87,7 +88,7 @@ Tokens = Annotated[
     Meta(title=f'a number of tokens, 0 or more, or "{AUTO}"'),
 ]
 Switch = Annotated[bool, Meta(title="true or false")]
-Policy = Annotated[str, _one_of("eager", "lazy")]
+Policy = Annotated[str, _one_of("eager", "lazy", "twice", "auto")]
 Verify = Annotated[str, _one_of("off", "sample", "full")]
 Layout = Annotated[str, _one_of("engine", "blocks")]
 Batches = Annotated[str, _one_of("auto", "off")]
@@ -147,9 +148,12 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_share: Annotated[
         Switch, _key("ranks whose blocks have the same bytes share one copy, on the host and on lower tiers")
     ] = True
-    store_policy: Annotated[Policy, _key("store blocks once computed, or before the device evicts them")] = (
-        "eager"
-    )
+    store_policy: Annotated[
+        Policy,
+        _key(
+            "store blocks once computed, before the device evicts them, or when used twice; auto: what finds most"
+        ),
+    ] = "eager"
     min_load_tokens: Annotated[
         Tokens | None,
         _key(

@@ -60,6 +60,8 @@ class EngineShape:
         draft_tokens: for how many tokens after the last one the engine allocates space for a draft model.
         match_tokens: every hit's length is a multiple of this many tokens; 0 stands for the least common multiple of
             the groups' block sizes.
+        tail_tokens: a hit may also end inside a block, after a multiple of this many tokens; 0 if it may not. The blocks
+            that such a hit ends in are a *tail*. A prompt has one key for each of these lengths (`RequestSeen.hashes`).
         promises: the engine's promises.
     """
 
@@ -70,6 +72,7 @@ class EngineShape:
     match_tokens: int = 0
     in_flight_tokens: int = 0
     draft_tokens: int = 0
+    tail_tokens: int = 0
     promises: Promises = field(default_factory=Promises)
     sharers: int = 1
 
@@ -85,12 +88,25 @@ class EngineShape:
             problems.append(
                 f"match_tokens is {self.match_tokens}, not a multiple of every group's block_tokens"
             )
+        if self.tail_tokens and not self._has_tails:
+            problems.append(
+                f"tail_tokens is {self.tail_tokens}; it needs full attention and recurrent groups, with equal "
+                "blocks of a multiple of that, and no lookahead"
+            )
         if problems:
             raise EngineContractError("; ".join(problems))
 
+    @property
+    def _has_tails(self) -> bool:
+        sizes = {group.block_tokens for group in self.groups} | {self.alignment}
+        kinds = {group.kind for group in self.groups}
+        ahead = any(group.has_lookahead for group in self.groups)
+        is_divided = len(sizes) == 1 and not min(sizes) % self.tail_tokens
+        return is_divided and kinds == {AttentionKind.FULL, AttentionKind.RECURRENT} and not ahead
+
     @cached_property
     def alignment(self) -> int:
-        """Return the alignment of hits in tokens: every hit's length is a multiple of the alignment."""
+        """Return the alignment of hits in tokens: every hit's length is a multiple, unless the hit ends in a tail."""
         return self.match_tokens or math.lcm(*(group.block_tokens for group in self.groups))
 
     @cached_property
@@ -136,8 +152,11 @@ class EngineShape:
 
     def _turnover_of(self, group: GroupSpec) -> int:
         blocks = -(-self.step_tokens // group.block_tokens) + 1
-        # A recurrent group never needs more than two blocks: one for the running state and one for a state to keep.
-        return min(blocks, 2) if group.kind is AttentionKind.RECURRENT else blocks
+        return self._states_of(blocks) if group.kind is AttentionKind.RECURRENT else blocks
+
+    def _states_of(self, blocks: int) -> int:
+        """Return how many blocks a recurrent group needs: for the running state, for a state to keep, and for a tail."""
+        return min(blocks, 2) + bool(self.tail_tokens)
 
     def request_blocks(self, tokens: int) -> int:
         """Return the maximum number of device blocks that a request needs before its first new token (R6, R19)."""
@@ -146,11 +165,24 @@ class EngineShape:
     def _most_blocks(self, group: GroupSpec, tokens: int) -> int:
         blocks = -(-tokens // group.block_tokens)
         if group.kind is AttentionKind.RECURRENT:
-            return min(blocks, 2) + self.draft_tokens
+            return self._states_of(blocks) + self.draft_tokens
         if group.reach_tokens is None:
             return blocks
         seen = group.reach_tokens - 1 + (self.in_flight_tokens or self.step_tokens)
         return min(blocks, -(-seen // group.block_tokens) + 1)  # a window can begin inside a block
+
+    def tail_key(self, group: GroupSpec, hashes: Sequence[bytes], tokens: int) -> BlockKey | None:
+        """Return the key of a group's block in the tail of a prompt's first `tokens` tokens; None if it has no key.
+
+        Args:
+            group: the group.
+            hashes: the prompt's hashes (`RequestSeen.hashes`).
+            tokens: the length of a hit. The key stands for exactly so many tokens, so it is never a whole block's key.
+        """
+        if not self.tail_tokens or tokens % self.tail_tokens or not tokens % group.block_tokens:
+            return None
+        number = tokens // self.tail_tokens
+        return BlockKey(hashes[number - 1] + group.key_end) if number <= len(hashes) else None
 
     def count_states(self, keys: Iterable[BlockKey | None]) -> int:
         """Return how many of these keys belong to recurrent states."""

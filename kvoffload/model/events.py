@@ -416,6 +416,20 @@ class NetBenefitTurned(Event, frozen=True):
     period_s: float
 
 
+class StorePolicyMoved(Event, frozen=True):
+    """The store policy `auto` stores by another policy from now on.
+
+    Args:
+        was: the policy before.
+        policy: the policy from now on.
+        found: for each policy, the share of the recent prompts' blocks that it would have found.
+    """
+
+    was: str
+    policy: str
+    found: dict[str, float]
+
+
 class MetricsSampled(Event, frozen=True):
     """The values of some metrics that no event increases, for `kvoffload advise` and reports, which read the journal.
 

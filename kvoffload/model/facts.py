@@ -45,6 +45,8 @@ class RequestSeen(Fact, frozen=True):
             fingerprint.
         limits: what the client allows for this request.
         trace_parent: the W3C `traceparent` of the request's span, unchecked; None without a span.
+        hashes: if hits may end inside a block, one hash for each `EngineShape.tail_tokens` tokens of the prompt. It
+            identifies all tokens up to its end. With a group's `key_end` it is the key of the group's block in a tail.
     """
 
     request: RequestId
@@ -54,6 +56,7 @@ class RequestSeen(Fact, frozen=True):
     persists: bool = True
     limits: Limits = NO_LIMITS
     trace_parent: str | None = None
+    hashes: tuple[bytes, ...] = ()
 
 
 class BlocksAllocated(Fact, frozen=True):
@@ -110,6 +113,31 @@ class StateHandedOff(NamedTuple):
     block: DeviceBlockId
 
 
+class TailHandedOff(NamedTuple):
+    """A recurrent state after a length inside a block, which an earlier step completed and no later one rewrites.
+
+    Args:
+        request: the request. Its full-attention blocks at this length belong to the tail, too.
+        group: the number of the recurrent group.
+        tokens: the number of the request's tokens that the state covers.
+        key: the key of the state.
+        block: the device block that contains the state. It is in no block table.
+    """
+
+    request: RequestId
+    group: GroupId
+    tokens: int
+    key: BlockKey
+    block: DeviceBlockId
+
+
+class DeviceCopy(NamedTuple):
+    """A copy of a block that the engine makes on the device, before a step's forward pass."""
+
+    source: DeviceBlockId
+    target: DeviceBlockId
+
+
 class StepScheduled(Fact, frozen=True):
     """The engine scheduled a step. Reported exactly once per step, including empty steps.
 
@@ -124,6 +152,9 @@ class StepScheduled(Fact, frozen=True):
         decode_tokens: the number of requests that compute a single token, and its drafts, in the step.
         states: recurrent states that the step completes, each reported once (`Promises.hands_off_states`). `progress`
             has the new keys of the states' requests.
+        tails: recurrent states inside blocks, each reported once, with `EngineShape.tail_tokens` only. `progress` has
+            the new blocks of their requests.
+        copies: the copies of blocks that the step makes on the device. `reallocated` has their targets.
     """
 
     step: int
@@ -133,6 +164,8 @@ class StepScheduled(Fact, frozen=True):
     prefill_tokens: int = 0
     decode_tokens: int = 0
     states: tuple[StateHandedOff, ...] = ()
+    tails: tuple[TailHandedOff, ...] = ()
+    copies: tuple[DeviceCopy, ...] = ()
 
     @property
     def is_idle(self) -> bool:
@@ -140,7 +173,7 @@ class StepScheduled(Fact, frozen=True):
         return not any(_NEWS(self))
 
 
-_NEWS = attrgetter("progress", "preempted", "reallocated", "states")
+_NEWS = attrgetter("progress", "preempted", "reallocated", "states", "tails")
 
 
 class RequestEnded(Fact, frozen=True):
@@ -249,6 +282,18 @@ class TierAnswered(Fact, frozen=True):
 
 class CacheReset(Fact, frozen=True):
     """The operator reset the cache: lookups must find nothing computed before."""
+
+
+class StorePolicyChosen(Fact, frozen=True):
+    """With the store policy `auto`: another policy would have found more of the recent prompts.
+
+    Args:
+        policy: the policy that would have found most.
+        found: for each policy, the share of the recent prompts' blocks that it would have found.
+    """
+
+    policy: str
+    found: dict[str, float]
 
 
 class InvariantBroken(Fact, frozen=True):

@@ -235,7 +235,7 @@ PEERS = {
             ),
             "chunk_size": _no(f"{_BLOCKS}: vLLM's --block-size"),
             "save_decode_cache": _no(_ANSWERS, "true"),
-            "save_unfull_chunk": _no("only whole blocks are stored", "false"),
+            "save_unfull_chunk": _no("only whole blocks are stored, and tails of recurrent models", "false"),
             "cache_policy": _no(_LRU, "lru"),
             "cost_aware_*": _no(_LRU),
             "numa_mode": _no("host memory is always on the NUMA node of its GPU", "auto"),
@@ -290,7 +290,9 @@ PEERS = {
             "hidden_state*": _no("only KV is kept"),
             "max_hidden_state_cpu_size": _no("only KV is kept"),
             "use_native": _no("chooses one of LMCache's adapters"),
-            "discard_partial_chunks": _no("only whole blocks are stored", "true"),
+            "discard_partial_chunks": _no(
+                "only whole blocks are stored, and tails of recurrent models", "true"
+            ),
             "skip_last_n_tokens": _no("the scheduler computes at least the last token", "0"),
             "py_enable_gc": _no("garbage collection is the engine's"),
             "use_gpu_connector_v3": _no("chooses one of LMCache's adapters"),

@@ -8,11 +8,11 @@ from contextlib import suppress
 from functools import partial
 from math import inf
 
-from kvoffload.bus.bus import Batch, Bus
+from kvoffload.bus.bus import Batch, Bus, Tick
 from kvoffload.bus.feed import run_observer
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import DegradeCause
-from kvoffload.model.config import OffloadConfig
+from kvoffload.model.config import AUTO, OffloadConfig
 from kvoffload.model.engine import EngineIdentity, EngineShape
 from kvoffload.model.events import HitDropped, HitPinned, LoadEnded, LoadScheduled, OffloadingDegraded
 from kvoffload.model.ids import RequestId
@@ -25,6 +25,7 @@ from kvoffload.telemetry.catalogue import Side, Subscriber, subscriber_label
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.journal import Journal
 from kvoffload.telemetry.logging import QUIET_S, AtMostEvery, LogObserver, log_removed, log_spans_failed
+from kvoffload.telemetry.policies import PolicyChoice
 from kvoffload.telemetry.provenance import describe_run, info_labels
 from kvoffload.telemetry.spans import NAME, SpanObserver, make_spans
 from kvoffload.transfer.ports import Clocks
@@ -36,7 +37,7 @@ _TAIL = 20  # how many lines of the journal are logged when offloading is switch
 
 
 class Observation:
-    """The observers of one engine. Observers do not influence which blocks are stored, found or copied.
+    """The observers of one engine. With the store policy `auto`, one of them chooses how blocks are stored.
 
     Args:
         bus: the bus to observe.
@@ -105,6 +106,8 @@ class Observation:
 
     def _predict(self, side: Side) -> Predictions:
         self.curve = CapacityCurve(self._shape, self._config, partial(sizes_of, side), self._now)
+        if self._config.store_policy == AUTO and self.curve.choice is not None:
+            self._bus.count(Tick, partial(_follow, self.curve.choice, side))
         sampled = partial(sample, side, self.counters, self.reader_failed)
         is_recorded = self._config.journal_path is not None
         return Predictions(self.curve, self._bus, sampled if is_recorded else None, self._clocks.sleep)
@@ -164,6 +167,12 @@ class Observation:
     def _journal_failed(self, error: Exception) -> None:
         self.counters.add("kvoffload_journal_write_errors_total")
         log.error("journal_stopped", error=str(error), note="the engine and the ring in memory continue")
+
+
+def _follow(choice: PolicyChoice, side: Side, _: Tick) -> None:
+    """Use the store policy that `choice` names."""
+    if choice.chosen is not None and choice.chosen != side.core.store_policy:
+        side.choose_policy(choice.chosen, choice.found())
 
 
 class PinAges:

@@ -384,6 +384,18 @@ class SchedulerSide:
         disk = self.catalogs.get(Tier.DISK)
         return disk.identity if isinstance(disk, DiskCatalog) else None
 
+    # -- calls from observers -----------------------------------------------------------------------------------
+
+    def choose_policy(self, policy: str, found: Mapping[str, float]) -> None:
+        """Store by another policy from now on, if it is allowed. Call this method between two batches.
+
+        Args:
+            policy: the policy.
+            found: for each policy, the share of the recent prompts' blocks that it would have found.
+        """
+        if policy in self.core.policies:
+            self._handle(facts.StorePolicyChosen(policy, dict(found)))
+
     # -- calls from operators -----------------------------------------------------------------------------------
 
     def reset(self) -> bool:

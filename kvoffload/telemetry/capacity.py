@@ -24,7 +24,6 @@ from kvoffload.telemetry.catalogue import (
     BY_NAME,
     CAPACITIES,
     CATALOGUE,
-    HostSide,
     Labels,
     Series,
     Side,
@@ -32,6 +31,7 @@ from kvoffload.telemetry.catalogue import (
     read_all,
 )
 from kvoffload.telemetry.counters import Counters
+from kvoffload.telemetry.policies import PolicyChoice
 from kvoffload.telemetry.reuse import ReuseCurve
 
 _HOST, _DISK = TierSizes.HOST.value, TierSizes.HOST_AND_DISK.value
@@ -42,11 +42,16 @@ _GIB = 2**30
 
 
 class Sizes(NamedTuple):
-    """The sizes of an engine's tiers. `disk_slots` is 0 without a disk; `slot_bytes` is 0 until every rank reported."""
+    """The sizes of an engine's tiers. `disk_slots` is 0 without a disk; `slot_bytes` is 0 until every rank reported.
+
+    `policy` is the store policy in use; `policies` are those that `auto` may choose.
+    """
 
     host_slots: int
     disk_slots: int
     slot_bytes: int
+    policy: str = "eager"
+    policies: tuple[str, ...] = ("eager",)
 
 
 class CapacityCurve:
@@ -62,6 +67,7 @@ class CapacityCurve:
 
     Attributes:
         series: the series of the metrics about other sizes, by the metric's name; empty at first.
+        choice: compares the store policies that are allowed at the start; None if there is only one.
     """
 
     def __init__(
@@ -82,8 +88,10 @@ class CapacityCurve:
         self._now = now
         self._inbox: deque[facts.Fact] = deque(maxlen=_WAITING)
         self._curve = ReuseCurve(tuple(CAPACITIES), disk_takes_all=not config.disk_min_hits)
-        # For each request, the time of its blocks' use and how many keys it has.
-        self._requests: dict[RequestId, tuple[int, int]] = {}
+        policies = sizes().policies
+        self.choice = PolicyChoice(policies) if len(policies) > 1 else None
+        # For each request, the time of its blocks' use, how many keys it has, and its blocks in the sample of `choice`.
+        self._requests: dict[RequestId, tuple[int, int, list[int]]] = {}
         self._prompt_tokens = self._seconds = 0.0
         self._measured = now()
         self.series: Mapping[str, Series] = {}
@@ -95,13 +103,16 @@ class CapacityCurve:
 
     def take(self, most: int = 16) -> bool:
         """Handle up to `most` of the collected facts; return whether there may be more."""
-        self._set_sizes(self._sizes())
+        sizes = self._sizes()
+        self._set_sizes(sizes)
         for _ in range(most):
             try:
                 fact = self._inbox.popleft()
             except IndexError:
                 return False
             self._handle(fact)
+            if self.choice is not None:
+                self.choice.decide(sizes.policy, sizes.policies)
         return True
 
     def measure(self) -> None:
@@ -119,6 +130,7 @@ class CapacityCurve:
             unknown[_HOST, name] = curve.unknown(capacity) * share
             unknown[_DISK, name] = curve.unknown(host + curve.disks[name].capacity) * share
         seconds = max(self._seconds, 1.0)
+        by_policy = self.choice.found() if self.choice is not None else {}
         self.series = {
             "kvoffload_predicted_hit_tokens_ratio": found,
             "kvoffload_predicted_unknown_ratio": unknown,
@@ -129,6 +141,7 @@ class CapacityCurve:
                 (tiers,): hits * self._block_tokens / seconds
                 for tiers, hits in self._next_gib_hits(sizes).items()
             },
+            "kvoffload_predicted_policy_hit_ratio": {(policy,): share for policy, share in by_policy.items()},
         }
 
     def _next_gib_hits(self, sizes: Sizes) -> dict[str, float]:
@@ -165,22 +178,27 @@ class CapacityCurve:
                 self._requests.pop(fact.request, None)
             case _:
                 self._curve.forget()
+                if self.choice is not None:
+                    self.choice.forget()
 
     def _seen(self, fact: facts.RequestSeen) -> None:
         keys = fact.keys[self._group]
         # At least one token of a prompt is computed. A request that opted out uses its blocks, but looks none up.
         asked = min((fact.prompt_tokens - 1) // self._block_tokens, len(keys)) if fact.reads_cache else 0
         self._prompt_tokens += fact.prompt_tokens if fact.reads_cache else 0
-        self._requests[fact.request] = self._curve.request(keys, asked), len(keys)
+        blocks = self.choice.request(keys, asked) if self.choice is not None else []
+        self._requests[fact.request] = self._curve.request(keys, asked), len(keys), blocks
         if len(self._requests) > _MOST_REQUESTS:  # the oldest may have ended with a fact that the queue lost
             del self._requests[next(iter(self._requests))]
 
     def _grown(self, request: RequestId, new_keys: Sequence[Sequence[BlockKey]]) -> None:
         """Add the blocks that a request has computed since it was seen, such as those of its answer."""
         if self._group < len(new_keys) and (keys := new_keys[self._group]) and request in self._requests:
-            time, depth = self._requests[request]
+            time, depth, blocks = self._requests[request]
             self._curve.grown(time, depth, keys)
-            self._requests[request] = time, depth + len(keys)
+            if self.choice is not None:
+                self.choice.grown(blocks, keys)
+            self._requests[request] = time, depth + len(keys), blocks
 
     def _set_sizes(self, sizes: Sizes) -> None:
         curve = self._curve
@@ -188,6 +206,8 @@ class CapacityCurve:
         curve.most_host = self._on_host(max(CAPACITIES.values()) * sizes.host_slots)
         for name, times in CAPACITIES.items():
             curve.disks[name].capacity = self._blocks(times * (sizes.disk_slots or sizes.host_slots))
+        if self.choice is not None:
+            self.choice.set_sizes(self._blocks(self._device_slots), self._blocks(sizes.host_slots))
 
     def _on_host(self, slots: float) -> float:
         """Return how many blocks a host with so many slots and the device have together.
@@ -206,10 +226,11 @@ class CapacityCurve:
         return 0.0 if is_state else self._block_tokens / group.block_tokens
 
 
-def sizes_of(side: HostSide) -> Sizes:
+def sizes_of(side: Side) -> Sizes:
     disk = side.state.by_name.get(Tier.DISK)
     slot_bytes = sum(report.slot_bytes for report in side.reports.values())
-    return Sizes(side.state.pool.capacity, disk.capacity if disk is not None else 0, slot_bytes)
+    disk_slots = disk.capacity if disk is not None else 0
+    return Sizes(side.state.pool.capacity, disk_slots, slot_bytes, side.core.store_policy, side.core.policies)
 
 
 # -- for the journal ----------------------------------------------------------------------------------------------
@@ -222,6 +243,7 @@ _ALSO_SAMPLED = (
     "kvoffload_prefill_seconds_saved_total",
     "kvoffload_prefill_tokens_per_second",
     "kvoffload_slot_bytes",
+    "kvoffload_store_policy",
 )
 _SAMPLED = tuple(
     metric

@@ -85,6 +85,10 @@ CAPACITIES: Mapping[str, float] = {
 """For each capacity of a prediction, by its label's value, the multiple of today's capacity."""
 
 
+POLICIES = ("eager", "twice", "lazy")
+"""The store policies that `auto` compares."""
+
+
 class TierState(Enum):
     """The states of a tier below the host."""
 
@@ -256,6 +260,8 @@ class Side(HostSide, Protocol):
 
     def unix(self, since: float | None) -> float: ...
 
+    def choose_policy(self, policy: str, found: Mapping[str, float]) -> None: ...
+
     @property
     def benefit(self) -> Benefit: ...
 
@@ -368,6 +374,7 @@ _CAPACITY = Label("capacity", served=tuple(CAPACITIES))
 # The states in which a job still uses memory.
 _OPEN_JOB = Label("state", JobState, served=(JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED))
 _RESULT = Label("result", LookupResult)
+_POLICY = Label("policy", served=POLICIES)
 _SUBSCRIBER = Label("subscriber", Subscriber)
 _FEED = Label(
     "subscriber", Subscriber, served=tuple(each for each in Subscriber if each is not Subscriber.GAUGES)
@@ -648,6 +655,8 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_predicted_seconds", "Seconds of traffic that the predictions rest on. Once a day, what was counted before is halved.", Kind.GAUGE, (), "seconds", read=_predicted("kvoffload_predicted_seconds")),
     Metric("kvoffload_predicted_prompt_tokens_per_second", "Prompt tokens a second in this time.", Kind.GAUGE, (), "tokens", read=_predicted("kvoffload_predicted_prompt_tokens_per_second")),
     Metric("kvoffload_next_gib_tokens_per_second", "Prompt tokens a second that the next GiB would find: of host memory, or of a disk below today's host.", Kind.GAUGE, (_TIER_SIZES,), "tokens", read=_predicted("kvoffload_next_gib_tokens_per_second")),
+    Metric("kvoffload_predicted_policy_hit_ratio", "Share of the recent prompts' blocks that the device and the host would have found with each store policy. Empty with tiers below the host, with host_path, and with recurrent layers.", Kind.GAUGE, (_POLICY,), "ratio", read=_predicted("kvoffload_predicted_policy_hit_ratio")),
+    Metric("kvoffload_store_policy", "1 for the store policy in use, 0 for the others. It changes only with store_policy auto.", Kind.GAUGE, (_POLICY,), "flag", read=lambda side: {(side.core.store_policy,): 1}),
     # --- health ---
     Metric("kvoffload_info", "Always 1; its labels are the engine's versions and settings.", Kind.GAUGE, _INFO, "flag", read=lambda side: {side.info: 1}),
     Metric("kvoffload_stale_blocks_zeroed_total", "Positions removed from requests' records because the engine reused their blocks.", Kind.COUNTER, (), "blocks", counts={events.BlocksZeroed: "blocks"}),

@@ -20,6 +20,7 @@ from kvoffload.model.events import (
     ResetEnded,
     ResetStarted,
     StoreEnded,
+    StorePolicyMoved,
     TierCopyEnded,
 )
 from kvoffload.telemetry.records import summary_of
@@ -42,6 +43,7 @@ _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     ResetStarted: ("info", "reset_started"),
     ResetEnded: ("info", "reset_ended"),
     NetBenefitTurned: ("warning", "net_benefit_negative"),
+    StorePolicyMoved: ("info", "store_policy_moved"),
 }
 """The classes of events that may be logged, each with the level and the name of the log line."""
 
@@ -137,6 +139,10 @@ class LogObserver:
                     keys["remedy"] = 'set min_load_tokens to "auto"'
                 else:
                     level, name = "info", "net_benefit_positive"
+            case StorePolicyMoved(was=was, policy=policy, found=found):
+                shares = " and ".join(f"{name} {found[name]:.1%}" for name in (policy, was) if name in found)
+                reason = f"of the recent prompts' blocks, {shares} would have been found"
+                keys = {"policy": policy, "was": was, "reason": reason}
             case _:
                 keys |= _NOTES.get(type(event), {})
         getattr(self._log, level)(name, **keys)

@@ -18,6 +18,7 @@ from kvoffload.logs import ROOT
 from kvoffload.model.config import OffloadConfig, check_promises, parse_config
 from kvoffload.model.engine import EngineIdentity
 from kvoffload.model.errors import ConfigError
+from kvoffload.model.events import StorePolicyMoved
 from kvoffload.model.ids import Rank
 from kvoffload.model.wire import Tier
 from kvoffload.runtime.disk_catalog import DiskCatalog
@@ -82,7 +83,9 @@ def start_scheduler(
     )
     if groups.shape.state_key_ends:
         interval = find_retention(kv_cache_config, vllm_config.cache_config)
-        log_warnings(examine([recurrent_states(groups.shape.alignment, interval)], Setup(config=config)))
+        shape = groups.shape
+        check = recurrent_states(shape.alignment, interval, shape.tail_tokens)
+        log_warnings(examine([check], Setup(config=config)))
     tier_events = None
     if publishes_events(vllm_config):
         state = offload.core.state
@@ -105,11 +108,19 @@ def start_scheduler(
         groups,
         Changes(offload),
         portal.close,
-        # With lazy stores, the planner needs each step's allocations in the same step.
-        1 if config.store_policy == "lazy" else _REPORT_EVERY,
+        _report_every(config.store_policy),
         tier_events,
         identification,
     )
+    offload.bus.count(StorePolicyMoved, lambda event: scheduler.set_report_every(_report_every(event.policy)))
+
+
+def _report_every(policy: str) -> int:
+    """Return the number of steps between progress reports of decoding requests.
+
+    With lazy stores, the planner needs each step's allocations in the same step.
+    """
+    return 1 if policy == "lazy" else _REPORT_EVERY
 
 
 def _kept_notes(offload: SchedulerSide, groups: VllmGroups) -> dict[Tier, KeptNotes]:

@@ -166,7 +166,9 @@ def _given(
     return Given(None if transfer is None else _settings(transfer), sizes, checks)
 
 
-def recurrent_states(block_tokens: int, interval: int | Literal["unknown"] | None) -> Check:
+def recurrent_states(
+    block_tokens: int, interval: int | Literal["unknown"] | None, tail_tokens: int = 0
+) -> Check:
     """Return a check that warns if vLLM keeps only the last recurrent state of each prompt, or does not say which.
 
     Args:
@@ -174,8 +176,11 @@ def recurrent_states(block_tokens: int, interval: int | Literal["unknown"] | Non
         interval: vLLM's `prefix_cache_retention_interval`, in tokens. With 0, vLLM keeps only the state at a prompt's
             last block boundary. With None, vLLM keeps the states at all block boundaries. "unknown" if this vLLM does
             not have the setting.
+        tail_tokens: as in `EngineShape`.
     """
     text = f"hits of this model end at multiples of {block_tokens} tokens; shorter prefixes are never found"
+    if tail_tokens:
+        text = f"hits of this model end at multiples of {block_tokens} tokens, or at a prompt's last one of {tail_tokens}"
     finding = ok(text)
     if interval == 0:
         finding = warn(

@@ -53,7 +53,12 @@ class VllmGroups:
 
     @property
     def partly_hashed(self) -> dict[int, int]:
-        """The number of tokens in a block, by vLLM's group number, for groups whose blocks have several hashes."""
+        """The number of tokens in a block, by vLLM's group number, for groups whose blocks have several hashes.
+
+        Empty if kvoffload can use the keys that cover only a part of a block.
+        """
+        if self.shape.tail_tokens:
+            return {}
         specs = zip(self.ids, self.shape.groups, strict=True)
         return {number: spec.block_tokens for number, spec in specs if spec.block_tokens > self.hash_tokens}
 
@@ -103,6 +108,7 @@ def vllm_groups(
         match_tokens=match_tokens,
         in_flight_tokens=step_tokens * getattr(vllm_config, "max_concurrent_batches", 1),
         draft_tokens=_draft_tokens(vllm_config),
+        tail_tokens=_tail_tokens(vllm_config, specs, (match_tokens, hash_tokens), features),
         sharers=find_sharers(vllm_config, kv_cache_config) if shares else 1,
         promises=Promises(recovers_loads=recovers_loads, hands_off_states=features.hands_off_states),
     )
@@ -225,6 +231,29 @@ def _drops_for_draft(vllm_config: VllmConfig) -> bool:
     # vLLM before 0.30 does not have `use_eagle_block_drop`.
     ask = getattr(draft, "use_eagle_block_drop", None) or draft.use_eagle
     return bool(ask())
+
+
+def _tail_tokens(
+    vllm_config: VllmConfig, specs: Sequence[GroupSpec], sizes: tuple[int, int], features: Features
+) -> int:
+    """Return after a multiple of how many tokens a hit may end inside a block; 0 if vLLM has no such hits.
+
+    vLLM has them if `--prefix-match-unit` makes its hashes finer than a block with a recurrent state. Its own connectors
+    also need groups of equal blocks without windows. With lookahead of a draft model, they look for the attention of a
+    tail under a later hash, and kvoffload uses no tails.
+    """
+    match_tokens, hash_tokens = sizes
+    kinds = {spec.kind for spec in specs}
+    is_plain = kinds == {AttentionKind.FULL, AttentionKind.RECURRENT}
+    is_equal = {spec.block_tokens for spec in specs} == {match_tokens}
+    is_sharded = vllm_config.parallel_config.decode_context_parallel_size > 1
+    if (
+        not (is_plain and is_equal and features.hands_off_states)
+        or is_sharded
+        or _drops_for_draft(vllm_config)
+    ):
+        return 0
+    return hash_tokens if hash_tokens < match_tokens else 0
 
 
 def _check_sizes(specs: Sequence[GroupSpec], match_tokens: int, hash_tokens: int) -> None:

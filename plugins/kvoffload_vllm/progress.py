@@ -140,13 +140,17 @@ class ProgressReports:
         self._tier_events = tier_events
         self._least_block = min(group.block_tokens for group in shape.groups)
         self._scarce = 2 * shape.turnover_blocks
-        self._most = every
-        self._every = self._reports_every(1)
+        self.set_every(every)
         self.steps = 0
         self._soon: dict[str, int] = {}
         """The requests that computed several tokens in a step and are not yet checked, with the number of tokens."""
         self._late: dict[str, _Table] = {}
         """For each request, the newly allocated blocks that are not yet part of a progress report."""
+
+    def set_every(self, every: int) -> None:
+        """Report decoding requests in every step whose number is a multiple of `every`."""
+        self._most = every
+        self._every = self._reports_every(1)
 
     def allocated(self, tracked: Tracked, known: int) -> None:
         """Record that vLLM allocated a request's block table. The caller must report the table to the core.
@@ -170,7 +174,7 @@ class ProgressReports:
         return self._late.pop(name, ())
 
     def step(
-        self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff]
+        self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff | facts.TailHandedOff]
     ) -> tuple[tuple[facts.Progress, ...], list[DeviceBlockId]]:
         """Return the progress to report in this step, and newly allocated blocks.
 

@@ -78,11 +78,16 @@ class VllmScheduler:
             if group.kind is AttentionKind.RECURRENT
         }
         """The recurrent groups by vLLM's number: kvoffload's number, and the number of tokens in a block."""
+        self._tail_tokens = groups.shape.tail_tokens
         self._limits = LimitReader()
         self._tracked: dict[str, Tracked] = {}
         self._progress = ProgressReports(
             groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
         )
+
+    def set_report_every(self, steps: int) -> None:
+        """Set the number of steps between two progress reports of decoding requests."""
+        self._progress.set_every(steps)
 
     # -- before a step ------------------------------------------------------------------------------------------
 
@@ -106,7 +111,10 @@ class VllmScheduler:
         parent = tracked.trace_parent if self.offload.observation.spans is not None else None
         params = request.kv_transfer_params
         limits = self._limits.read(params) if params else facts.NO_LIMITS
-        fact = facts.RequestSeen(request.request_id, request.num_tokens, known, reads, lasts, limits, parent)
+        parts = tuple(hashes) if self._tail_tokens else ()
+        fact = facts.RequestSeen(
+            request.request_id, request.num_tokens, known, reads, lasts, limits, parent, parts
+        )
         self.offload.seen(fact, partial(_output_tokens, request))
         return tracked
 
@@ -159,9 +167,9 @@ class VllmScheduler:
         preempted: tuple[RequestId, ...] = tuple(output.preempted_req_ids or ())
         for name in preempted:
             self._progress.forget(name)
-        copies = output.kv_cache_block_copies
-        copied = tuple(DeviceBlockId(copy.dst_block_id) for copy in copies) if copies else ()
-        states = self._states(output) if self._state_tokens else ()
+        on_device = _copies_on_device(output) if output.kv_cache_block_copies else ()
+        copied = tuple([copy.target for copy in on_device]) if on_device else ()
+        states, tails = self._states(output) if self._state_tokens else ((), ())
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         prefill, decoding = 0, len(scheduled)
         if total > decoding and output.scheduled_spec_decode_tokens:
@@ -169,10 +177,18 @@ class VllmScheduler:
         elif total > decoding:
             decoding = list(scheduled.values()).count(1)
             prefill = total - decoding
-        progress, late = self._progress.step(output, states)
+        progress, late = self._progress.step(output, (*states, *tails) if tails else states)
         reallocated = (*copied, *late) if late and self.offload.watches_blocks else copied
         fact = facts.StepScheduled(
-            self._progress.steps, progress, preempted, reallocated, prefill, decoding, states
+            self._progress.steps,
+            progress,
+            preempted,
+            reallocated,
+            prefill,
+            decoding,
+            states,
+            tails,
+            on_device,
         )
         plan = self.offload.step(fact)
         # The answers go to the workers, because vLLM accepts the end of a load only from workers.
@@ -262,20 +278,36 @@ class VllmScheduler:
             self._request_ended(request, holds_blocks=request.num_computed_tokens > 0)
         return self.on_new_request(request)
 
-    def _states(self, output: SchedulerOutput) -> tuple[facts.StateHandedOff, ...]:
-        """Return the recurrent states that this step completes at the end of a block. Lookups use only such states."""
+    def _states(
+        self, output: SchedulerOutput
+    ) -> tuple[tuple[facts.StateHandedOff, ...], tuple[facts.TailHandedOff, ...]]:
+        """Return the recurrent states that vLLM hands off in this step: those at the ends of blocks, and those of tails.
+
+        vLLM copies the state of a tail to a block of its own, because the request overwrites it in the same step.
+        """
         offered = getattr(output, "kv_connector_block_state", None)
         if offered is None:
-            return ()
+            return (), ()
         states: list[facts.StateHandedOff] = []
+        tails: list[facts.TailHandedOff] = []
         for request, ends in offered.boundary_state_offloads.items():
             for number, block, tokens in ends:
                 group, size = self._state_tokens.get(number, (None, 1))
                 key = self._device.keys_of((block,))[0]
-                if group is not None and key is not None and tokens % size == 0:
+                if group is None or key is None:
+                    continue
+                if tokens % size == 0:
                     place = RequestId(request), group, tokens // size - 1
                     states.append(facts.StateHandedOff(*place, key, DeviceBlockId(block)))
-        return tuple(states)
+                elif self._tail_tokens:
+                    of_tail = RequestId(request), group, tokens
+                    tails.append(facts.TailHandedOff(*of_tail, key, DeviceBlockId(block)))
+        return tuple(states), tuple(tails)
+
+
+def _copies_on_device(output: SchedulerOutput) -> tuple[facts.DeviceCopy, ...]:
+    copies = output.kv_cache_block_copies or ()
+    return tuple([facts.DeviceCopy(copy.src_block_id, copy.dst_block_id) for copy in copies])
 
 
 def _count_prefill(output: SchedulerOutput) -> tuple[int, int]:

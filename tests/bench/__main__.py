@@ -19,6 +19,7 @@ BENCHES = (
     "hicache",
     "hooks",
     "node",
+    "policies",
     "queue",
     "remote",
     "scale",

@@ -19,7 +19,7 @@ from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, JobId, RequestId
 from kvoffload.telemetry.capacity import CapacityCurve, Sizes
-from kvoffload.telemetry.catalogue import CAPACITIES, Series
+from kvoffload.telemetry.catalogue import CAPACITIES, POLICIES, Series
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
 from tests.bench.trace import CoreEngine, Tiers
 from tests.bench.trace_file import Prompt
@@ -117,6 +117,30 @@ def test_eager_stores_that_are_rarely_loaded_should_be_lazy() -> None:
     assert engine.texts()["stores"] == said
     engine.bus.publish(events.LoadEnded(JOB, A, 470, LoadOutcome.LOADED))
     assert engine.texts()["stores"] == "For 100 stored blocks 50 were loaded again."
+
+
+@pytest.mark.parametrize(
+    ("setting", "used", "found", "said"),
+    [
+        ("eager", "eager", (0.07, 0.14, 0.09), "; of the recent prompts' blocks twice would have found 14 %, eager 7 %: set store_policy to auto"),
+        ("eager", "eager", (0.25, 0.22, 0.26), ""),
+        ("lazy", "lazy", (0.36, 0.29, 0.33), "; of the recent prompts' blocks eager would have found 36 %, lazy 33 %: set store_policy to auto"),
+        ("auto", "twice", (0.07, 0.14, 0.09), "; store_policy auto stores by twice"),
+    ],
+)  # fmt: skip
+def test_the_store_policy_that_finds_most_is_advised(
+    setting: str, used: str, found: Sequence[float], said: str
+) -> None:
+    engine = Engine(
+        kvoffload_info={("1", "vllm", "0.32", setting, "off", "auto"): 1},
+        kvoffload_store_policy={(used,): 1},
+        kvoffload_predicted_policy_hit_ratio={
+            (name,): share for name, share in zip(POLICIES, found, strict=True)
+        },
+    )
+    engine.bus.publish(events.StoreEnded(StoreOutcome.STORED, 1000))
+    engine.bus.publish(events.LoadEnded(JOB, A, 30, LoadOutcome.LOADED))
+    assert engine.texts()["stores"] == f"For 100 stored blocks 3 were loaded again{said}."
 
 
 def test_what_offloading_brought_so_far_is_said_with_the_disks_bytes() -> None:

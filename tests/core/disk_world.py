@@ -20,7 +20,7 @@ from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import Direction, DiskJob, Invalidate, JobReport, Put, Tier
 from tests.core.below import disk_of
 from tests.core.lower_world import LowerWorld
-from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, keys_of
+from tests.core.world import CORRUPT, DONE, FAILED, GARBAGE, holds, keys_of
 
 Places = tuple[int, ...]
 
@@ -153,7 +153,7 @@ class DiskWorld(LowerWorld):
         for key, place in pool.index.items():
             assert self.place_age[place] == self.resets, f"place {place} can hit, but is older than the reset"
             for rank, held in enumerate(self.places):
-                is_right = held.get(place) == key or (rank, place) in self.disk_rotten
+                is_right = holds(held.get(place), key, self.shape) or (rank, place) in self.disk_rotten
                 assert is_right, f"place {place} can hit, but holds {held.get(place)!r}"
 
     def _write_index(self) -> None:

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvoffload.bus.bus import Bus
 from kvoffload.core.machine import SlotState
 from kvoffload.model.causes import CopyOutcome
+from kvoffload.model.engine import Promises
 from kvoffload.model.events import LoadEnded, LoadScheduled, LookupAnswered
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import BlockKey, JobId, SlotId
@@ -23,7 +24,19 @@ from kvoffload.model.wire import Direction, Tier, TransferPlan
 from kvoffload.telemetry.counters import Counters
 from tests.conservation import conservation
 from tests.core.disk_world import DiskWorld
-from tests.core.world import CORRUPT, DONE, FAILED, Req, World, chunked, full, key_at, left_behind, window
+from tests.core.world import (
+    CORRUPT,
+    DONE,
+    FAILED,
+    Req,
+    World,
+    chunked,
+    full,
+    key_at,
+    left_behind,
+    recurrent,
+    window,
+)
 
 SHAPES: Sequence[tuple[GroupSpec, ...]] = (
     (full(),),
@@ -52,7 +65,7 @@ class Everything(RuleBasedStateMachine):
         "ranks": st.integers(1, 2),
         "device": st.integers(24, 40),
         "host": st.integers(1, 20),
-        "policy": st.sampled_from(["eager", "lazy"]),
+        "policy": st.sampled_from(["eager", "lazy", "twice", "auto"]),
         "least": st.sampled_from([0, 0, 8]),
         "step_tokens": st.sampled_from([4, 8]),
         "report_every": st.sampled_from([1, 1, 3]),
@@ -160,6 +173,11 @@ class Everything(RuleBasedStateMachine):
             self.may_have.clear()
             self.world.reset()
             assert not self.world.pool.index
+
+    @rule(policy=st.sampled_from(["eager", "lazy", "twice"]), really=RARELY)
+    def choose(self, policy: str, really: bool) -> None:
+        if really:
+            self.world.choose(policy)
 
     @rule(really=VERY_RARELY)
     def degrade(self, really: bool) -> None:
@@ -384,6 +402,50 @@ class WithDisk(Everything):
         return answer
 
 
+class WithTails(Everything):
+    """An engine whose hits may end inside a block, at a recurrent state."""
+
+    ENGINES: ClassVar = {
+        **Everything.ENGINES,
+        "host": st.integers(8, 40),
+        "step_tokens": st.sampled_from([2, 4, 8]),
+        "tail_tokens": st.sampled_from([1, 2]),
+        "promises": st.just(Promises(hands_off_states=True)),
+    }
+
+    @rule(text=st.sampled_from(TEXTS))
+    def take_turn(self, text: str) -> None:
+        self.serve(text, steps=8)
+        self.world.end(self.live.pop())
+        self.world.device.forget_keys()
+
+    def _make_world(self, groups: tuple[GroupSpec, ...], settings: dict[str, Any]) -> World:
+        return World(recurrent(), full(group=1), **settings)
+
+    def _naive(self, request: Req, device: int) -> int:
+        world, text = self.world, request.text
+        whole = super()._naive(request, device)
+        for length in reversed(world.ends_of_hashes(request.prompt[:-1])):
+            if length <= device + whole:
+                break
+            if length % world.shape.alignment and self._has_tail(text, device, length):
+                return length - device
+        return whole
+
+    def _has_tail(self, text: str, device: int, length: int) -> bool:
+        index, size = self.world.pool.index, self.world.shape.alignment
+        start = length - length % size
+        whole, part = text[: start + size], text[:length]
+        attention = [key_at(text, end, 1) in index for end in range(size, start + 1, size) if end > device]
+        is_whole = len(whole) == start + size and key_at(whole, len(whole), 1) in index
+        return (
+            all(attention)
+            and (is_whole or key_at(part, length, 1) in index)
+            and key_at(part, length) in index
+        )
+
+
 # The time limit is in seconds. The deep profile runs many examples.
 TestEverything = pytest.mark.timeout(3600)(Everything.TestCase)
+TestWithTails = pytest.mark.timeout(3600)(WithTails.TestCase)
 TestWithDisk = pytest.mark.timeout(3600)(WithDisk.TestCase)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,11 @@ from kvoffload.core.planners import LazyPlanner
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, StoreOutcome
 from kvoffload.model.engine import EngineShape, Promises
+from kvoffload.model.errors import EngineContractError
 from kvoffload.model.events import BoundaryAsked, BoundaryMade, LookupAnswered
+from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import GroupId, JobId, RequestId
-from kvoffload.model.wire import Direction
+from kvoffload.model.wire import Direction, Tier
 from tests.core.disk_world import DiskWorld
 from tests.core.world import FAILED, TEXT, Req, World, cached, full, key_at, keys_of, recurrent, window
 
@@ -391,3 +394,265 @@ def test_a_state_whose_fetch_failed_counts_as_the_missing_block() -> None:
     fetch(world, last)
     world.finish()
     assert world.admit(last) == 4
+
+
+# -- tails: hits that end inside a block ----------------------------------------------------------------------------------
+
+PROMPT = "abcdefghijk"
+"""In blocks of four tokens and hashes of two, states are kept after 8 and after 10 of these tokens."""
+NEXT = "abcdefghijXYZ"
+"""It shares the first 10 tokens with `PROMPT`."""
+
+
+def with_tails(**chosen: bool | int | str) -> World:
+    settings = {"tail_tokens": 2, **chosen}
+    return World(recurrent(), full(group=1), promises=PROMISES, **settings)  # type: ignore[arg-type]  # each by its name
+
+
+def with_tail_of(prompt: str, **chosen: bool | int | str) -> World:
+    """Return a world with an empty device. Its host has the blocks, states and tail of a prompt."""
+    world = with_tails(**chosen)
+    world.only_on_host(prompt)
+    return world
+
+
+def has_tail(world: World, end: int = 10) -> list[bool]:
+    """Return whether the host has the recurrent state and the attention block of a tail."""
+    return [key_at(PROMPT, end, group) in world.pool.index for group in (0, 1)]
+
+
+@pytest.mark.parametrize("text", [PROMPT, NEXT])
+def test_a_hit_ends_at_the_last_state_inside_a_block(text: str) -> None:
+    world = with_tail_of(PROMPT)
+    request = world.add("next", text)
+    assert world.admit(request) == 10
+    world.load_and_run(request)  # The world checks each block that the request reads.
+    assert world.results == [("next", True)]
+
+
+def with_whole_block() -> World:
+    """Return a world whose host has the tail of 10 tokens, and the whole block and the state of 12 tokens."""
+    world = with_tails()
+    first = world.admitted("first", PROMPT + "l")
+    for _ in range(4):
+        world.step_and_copy()
+    world.end_and_drain(first)
+    world.device.forget_keys()
+    return world
+
+
+def test_a_state_after_a_whole_block_is_never_used_for_a_tail() -> None:
+    world = with_whole_block()
+    request = world.add("again", PROMPT + "l")
+    assert world.admit(request) == 10  # the last token is always computed
+    world.load_and_run(request)
+    assert world.shape.tail_key(world.groups[0], (b"", b"", b"", b"", b"", b""), 12) is None
+
+
+def test_a_whole_block_of_attention_replaces_that_of_a_tail() -> None:
+    world = with_whole_block()
+    world.lose(key_at(PROMPT + "l", 12))
+    world.lose(key_at(PROMPT, 10, 1))
+    assert world.lookup(world.add("other", NEXT)) == 8
+    request = world.add("next", PROMPT + "lm")
+    assert world.admit(request) == 10
+    world.load_and_run(request)
+
+
+def test_a_tail_is_found_without_the_state_at_the_block_before_it() -> None:
+    world = with_tail_of(PROMPT)
+    world.lose(key_at(PROMPT, 8))
+    assert world.admit(world.add("next", NEXT + "uvw")) == 10
+    assert (
+        world.miss() is MissCause.NEVER_SEEN
+    )  # not NO_STATE, because the next block's attention is missing, too
+
+
+def test_a_tail_before_later_attention_blocks_is_found() -> None:
+    world = with_tail_of(PROMPT)
+    world.states_end = ()
+    world.serve("longer", NEXT + "uvwxyz")
+    world.device.forget_keys()
+    world.lose(key_at(NEXT + "uvwxyz", 18))
+    request = world.add("third", NEXT + "uvwxyz")
+    assert world.lookup(request) == 10
+    assert boundary(world, "third") == 16
+
+
+def test_an_engine_that_accepts_a_part_of_a_tail_gets_no_state_of_another_length() -> None:
+    world = with_tail_of(PROMPT)
+    request = world.add("next", NEXT)
+    assert world.lookup(request) == 10
+    world.allocate(request, 9)
+    assert world.results == [("next", False)]
+
+
+@pytest.mark.parametrize(("limit", "found"), [(0, 0), (7, 0), (8, 0), (9, 8), (10, 10), (11, 10), (None, 10)])
+def test_a_limit_on_loads_bounds_a_tail(limit: int | None, found: int) -> None:
+    world = with_tail_of(PROMPT)
+    assert world.admit(world.add("next", NEXT, limits=facts.Limits(load_tokens=limit))) == found
+
+
+@pytest.mark.parametrize(("limit", "is_stored"), [(9, False), (10, True)])
+@pytest.mark.parametrize("policy", ["eager", "lazy"])
+def test_a_limit_on_stores_bounds_a_tail(policy: str, limit: int, is_stored: bool) -> None:
+    world = with_tails(policy=policy, device=60)
+    world.serve_limited("a", PROMPT, facts.Limits(store_tokens=limit))
+    for number in range(8):
+        world.serve(f"other {number}", f"{number}bcdefghijkl")
+    assert has_tail(world)[0] == is_stored
+
+
+def test_lazy_stores_a_tail_that_the_device_evicts_next() -> None:
+    world = with_tails(tail_tokens=1, policy="lazy", device=60)
+    world.serve("a", PROMPT[:10])
+    assert has_tail(world, 9) == [False, False]
+    for number in range(8):
+        world.serve(f"other {number}", f"{number}bcdefghijkl")
+    assert has_tail(world, 9) == [True, True]
+
+
+def handed_off(world: World, *, held: str = PROMPT[:10]) -> facts.StepScheduled:
+    """Return the step that hands off the tail of the running request "a", whose attention block has this key."""
+    request = world.requests["a"]
+    compute(world, request, 10)
+    world.device.name(request.tables[1][2], key_at(held, len(held), 1))
+    (target,) = world.device.hand_out(1)
+    world.device.name(target, key_at(PROMPT, 10))
+    for held_by_rank in world.device.bytes:
+        held_by_rank[target] = key_at(PROMPT, 10)
+    world.device_age[target] = world.resets
+    tail = facts.TailHandedOff(request.name, GroupId(0), 10, key_at(PROMPT, 10), target)
+    return facts.StepScheduled(
+        world.steps,
+        reallocated=(target,),
+        tails=(tail,),
+        copies=(facts.DeviceCopy(request.tables[0][2], target),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "is_stored"), [(PROMPT[:10], True), (PROMPT + "l", True), ("otherthanit", False)]
+)
+def test_r7_the_attention_of_a_tail_is_stored_only_from_a_block_that_has_it(
+    held: str, is_stored: bool
+) -> None:
+    world = with_tails()
+    world.admitted("a", PROMPT + "l")
+    world.tell(handed_off(world, held=held))
+    world.submit()
+    world.finish()
+    assert has_tail(world) == [True, is_stored]
+
+
+REFUSED: Mapping[str, StoreOutcome] = {
+    "of an unknown request": StoreOutcome.REQUEST_GONE,
+    "of a preempted request": StoreOutcome.REQUEST_GONE,
+    "with another key": StoreOutcome.STALE,
+    "from before a reset": StoreOutcome.BEFORE_RESET,
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_r2_r10_a_tail_that_does_not_belong_to_its_request_is_not_stored(case: str) -> None:
+    world = with_tails()
+    request = world.admitted("a", PROMPT)
+    step = handed_off(world)
+    (tail,) = step.tails
+    if case == "of an unknown request":
+        tail = tail._replace(request=RequestId("unknown"))
+    elif case == "of a preempted request":
+        world.preempt_and_step(request)
+    elif case == "with another key":
+        tail = tail._replace(tokens=6)
+    else:
+        world.reset()
+    before = world.stores().get(REFUSED[case], 0)
+    world.tell(facts.StepScheduled(world.steps, reallocated=step.reallocated, tails=(tail,)))
+    assert world.stores()[REFUSED[case]] == before + 1
+    world.drain()
+    assert has_tail(world) == [False, False]
+
+
+def test_r10_a_tail_computed_after_a_reset_is_stored() -> None:
+    world = with_tails()
+    world.reset()
+    world.only_on_host(PROMPT)
+    assert has_tail(world) == [True, True]
+
+
+@pytest.mark.parametrize("is_since_reset", [True, False])
+def test_r10_a_copy_on_the_device_may_be_stored_if_its_source_may(is_since_reset: bool) -> None:
+    world = with_tails()
+    if not is_since_reset:
+        world.admitted("a", PROMPT)
+    world.reset()
+    if is_since_reset:
+        world.admitted("a", PROMPT)
+    (target,) = handed_off(world).reallocated
+    source = world.requests["a"].tables[0][2]
+    copy = facts.DeviceCopy(source, target)
+    world.tell(facts.StepScheduled(world.steps, reallocated=(target,), copies=(copy,)))
+    assert (target in world.core.state.computed_since_reset) == is_since_reset
+
+
+@pytest.mark.parametrize("host", [3, 64])
+def test_an_offer_of_a_tail_never_waits(host: int) -> None:
+    world = with_tails(host=host, device=16)  # stores may lease four of these blocks
+    world.admitted("a", PROMPT)
+    step = handed_off(world)
+    world.tell(step)
+    waiting = world.core.state.requests.live[RequestId("a")].waiting
+    assert not {(GroupId(0), 2), (GroupId(1), 2)} & waiting.keys()
+    world.finish()
+    assert has_tail(world) == [False, False]
+    assert world.stores()[StoreOutcome.HOST_FULL if host == 3 else StoreOutcome.LEASE_LIMIT] == 2
+
+
+def test_r15_a_tail_counts_as_used_at_the_end_of_its_request() -> None:
+    world = with_tails()
+    request = world.admitted("a", PROMPT)
+    world.run(request)
+    world.finish()
+    world.serve("between", OTHER)
+    world.end_and_drain(request)
+    order = world.eviction_order()
+    tail, head = order.index(key_at(PROMPT, 10)), order.index(key_at(PROMPT, 4, 1))
+    assert order.index(key_at(OTHER, 4, 1)) < tail < head
+
+
+def test_r19_a_request_reserves_a_block_for_the_copy_of_its_tail() -> None:
+    assert with_tails().shape.request_blocks(12) == with_tails(tail_tokens=0).shape.request_blocks(12) + 1
+
+
+def test_a_tail_is_spilled_and_fetched() -> None:
+    world = DiskWorld(
+        recurrent(), full(group=1), promises=PROMISES, tail_tokens=2, min_hits=1, host=32, disk=400
+    )
+    world.only_on_host(PROMPT)
+    world.serve("again", NEXT)
+    world.settle()
+    world.empty_host()
+    request = world.add("late", NEXT)
+    assert world.lookup(request) is None
+    world.copy_all()
+    assert world.admit(request) == 10
+    assert world.reported(LookupAnswered)[-1].fetched == ((Tier.DISK, 10),)
+    world.load_and_run(request)
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (recurrent(), full(2, 1)),
+        (recurrent(), window(6, group=1)),
+        (recurrent(), full(group=1, has_lookahead=True)),
+        (recurrent(3), full(3, 1)),
+    ],
+)
+def test_an_engine_with_other_groups_has_no_tails(groups: tuple[GroupSpec, ...]) -> None:
+    with pytest.raises(
+        EngineContractError,
+        match="tail_tokens is 2; it needs full attention and recurrent groups, with equal",
+    ):
+        EngineShape(groups, 1, 8, 8, tail_tokens=2)

@@ -94,6 +94,13 @@ def key_of(text: str, group: GroupSpec, position: int) -> BlockKey:
     return key_at(text, (position + 1) * group.block_tokens, group.group)
 
 
+def holds(held: BlockKey | None, key: BlockKey, shape: EngineShape) -> bool:
+    """Return whether contents may be used for a key: with tails, a block of attention may hold later tokens, too."""
+    if held is None or not shape.tail_tokens or key[-4:] in shape.state_key_ends:
+        return held == key
+    return held.startswith(key[:-4]) and held[-4:] == key[-4:]
+
+
 def left_behind(core: OffloadCore) -> dict[str, object]:
     """Return the state that requests, jobs and hits have left in the core, by name.
 
@@ -259,6 +266,7 @@ class Req:
     tables: list[list[DeviceBlockId]] = field(default_factory=list)
     computed: int = 0
     reported_keys: list[int] = field(default_factory=list)
+    prompt: str = ""
     # the tokens found on the device and on the host at the last admission
     brought: tuple[int, int] = (0, 0)
 
@@ -301,6 +309,7 @@ class World:
         least: int = 0,
         report_every: int = 1,
         step_tokens: int = 8,
+        tail_tokens: int = 0,
         promises: Promises | None = None,
         is_growing: bool = False,
         keeps: bool = False,
@@ -308,7 +317,9 @@ class World:
     ) -> None:
         self.groups = groups or (full(),)
         self.ranks = [Rank(rank) for rank in range(ranks)]
-        shape = EngineShape(self.groups, ranks, device, step_tokens, promises=promises or Promises())
+        shape = EngineShape(
+            self.groups, ranks, device, step_tokens, tail_tokens=tail_tokens, promises=promises or Promises()
+        )
         self.shape = shape
         self.device = DevicePool(device, ranks)
         self.core = self._make_core(Policy(policy, least, keeps_host=keeps))
@@ -384,7 +395,7 @@ class World:
         for key, slot in self.core.state.pool.index.items():
             assert self.host_age[slot] == self.resets, f"slot {slot} can hit, but is from before the reset"
             for rank, held in enumerate(self.host):
-                is_right = held.get(slot) == key or (rank, slot) in self.rotten
+                is_right = holds(held.get(slot), key, self.shape) or (rank, slot) in self.rotten
                 assert is_right, f"slot {slot} can hit, but holds {held.get(slot)!r}"
         self._check_table()
 
@@ -426,7 +437,8 @@ class World:
                 f"the table names slot {slot}, which is from before the reset"
             )
             for rank, held in enumerate(self.host):
-                assert held.get(slot) == key or (rank, slot) in self.rotten, f"the table names {slot} wrongly"
+                is_right = holds(held.get(slot), key, self.shape) or (rank, slot) in self.rotten
+                assert is_right, f"the table names {slot} wrongly"
 
     def die(self, *, loses_tail: bool = False) -> None:
         """Kill the engine. Its open copies may write for a moment longer."""
@@ -465,12 +477,20 @@ class World:
     def add(
         self, name: str, text: str, *, reads_cache: bool = True, limits: facts.Limits = facts.NO_LIMITS
     ) -> Req:
-        request = Req(RequestId(name), text)
+        request = Req(RequestId(name), text, prompt=text)
         self.requests[name] = request
         keys = tuple(tuple(keys_of(text, group)) for group in self.groups)
         request.reported_keys = [len(each) for each in keys]
-        self.tell(facts.RequestSeen(request.name, len(text), keys, reads_cache, self.persists, limits))
+        hashes = tuple(text[:end].encode() for end in self.ends_of_hashes(text))
+        fact = facts.RequestSeen(
+            request.name, len(text), keys, reads_cache, self.persists, limits, None, hashes
+        )
+        self.tell(fact)
         return request
+
+    def ends_of_hashes(self, text: str) -> range:
+        unit = self.shape.tail_tokens
+        return range(unit, len(text) + 1, unit) if unit else range(0)
 
     def lookup(self, request: Req, *, may_wait: bool = True, least: int = 0) -> int | None:
         """Return how many tokens the host adds to the device's hit, or None for "not yet"."""
@@ -568,10 +588,12 @@ class World:
 
     def _step(self, running: Sequence[Req], tokens: int) -> TransferPlan:
         progress, chunks, states = [], [], list[facts.StateHandedOff]()
-        reallocated: list[DeviceBlockId] = []
+        tails = [tail for request in running for tail in self._tails(request)]
+        copies = [copy for copy, _ in tails]
+        reallocated = [copy.target for copy in copies]
         self.until_report = (self.until_report or self.report_every) - 1
         for request in running:
-            end = min(len(request.text), request.computed + tokens)
+            end = self._end_of_chunk(request, tokens)
             new_blocks = self._grow(request, end)
             if new_blocks is None:
                 continue
@@ -582,7 +604,7 @@ class World:
             for row, more in zip(late, new_blocks, strict=True):
                 row += more
             # Only steps of one token may be reported late.
-            if made or end - request.computed > 1:
+            if made or end - request.computed > 1 or any(tail.request == request.name for _, tail in tails):
                 progress.append(self._progress(request.name))
             elif self.until_report:
                 reallocated += chain.from_iterable(new_blocks)
@@ -591,14 +613,30 @@ class World:
         preempted, self.preempted = tuple(self.preempted), []
         self.tell(
             facts.StepScheduled(
-                self.steps, tuple(progress), preempted, tuple(reallocated), states=tuple(states)
+                self.steps,
+                tuple(progress),
+                preempted,
+                tuple(reallocated),
+                states=tuple(states),
+                tails=tuple(tail for _, tail in tails),
+                copies=tuple(copies),
             )
         )
         self.steps += 1
         plan = self.submit()
+        self.device.unhold(copy.target for copy in copies)
         for request, end in chunks:
             self._compute(request, end)
         return plan
+
+    def _end_of_chunk(self, request: Req, tokens: int) -> int:
+        """Return where a step of a request ends. With tails, it stops at the last states to keep, as vLLM does."""
+        end = min(len(request.text), request.computed + tokens)
+        if not self.shape.tail_tokens:
+            return end
+        size, last = self.shape.alignment, len(request.prompt) - 1
+        stops = (last // size * size, last // self.shape.tail_tokens * self.shape.tail_tokens)
+        return min((stop for stop in stops if request.computed < stop < end), default=end)
 
     def _progress(self, name: str) -> facts.Progress:
         request, late = self.requests[name], tuple(map(tuple, self.late.pop(name)))
@@ -753,6 +791,9 @@ class World:
         self.close_table()
         self.tell(facts.CacheReset())
 
+    def choose(self, policy: str) -> None:
+        self.tell(facts.StorePolicyChosen(policy, {}))
+
     def degrade(self) -> None:
         self.close_table()
         self.tell(facts.InvariantBroken(DegradeCause.INVARIANT_BROKEN, "a test"))
@@ -878,6 +919,25 @@ class World:
                 self.device.name(table[at], key)
             yield facts.StateHandedOff(request.name, group.group, at, key, table[at])
 
+    def _tails(self, request: Req) -> Iterator[tuple[facts.DeviceCopy, facts.TailHandedOff]]:
+        """Copy the states after the request's last hash, if it has computed just these tokens, and yield them."""
+        tokens = request.computed
+        is_last = tokens in self.ends_of_hashes(request.prompt[:-1])[-1:]
+        if not is_last or not tokens % self.shape.alignment or len(self.device.free) < len(self.groups):
+            return
+        for group, table in zip(self.groups, request.tables, strict=True):
+            key, block = key_at(request.text, tokens, group.group), table[-1]
+            if group.kind is not AttentionKind.RECURRENT:
+                self.device.name(block, key)
+                continue
+            (target,) = self.device.hand_out(1)
+            self.device.name(target, key)
+            self.device_age[target] = self.device_age[block]
+            for held in self.device.bytes:
+                held[target] = held[block]
+            handed = facts.TailHandedOff(request.name, group.group, tokens, key, target)
+            yield facts.DeviceCopy(block, target), handed
+
     def _compute(self, request: Req, end: int) -> None:
         """Run the forward pass: check the blocks that the tokens read, and write the blocks of [computed, end)."""
         start, text = request.computed, request.text
@@ -888,7 +948,7 @@ class World:
                 want = key_at(text, min((position + 1) * size, start), group.group)
                 age = min(age, self.device_age[table[position]])
                 for held in self.device.contents(table[position]):
-                    assert held == want, f"{request.name} reads {held!r}, not {want!r}"
+                    assert holds(held, want, self.shape), f"{request.name} reads {held!r}, not {want!r}"
         for group, table in zip(self.groups, request.tables, strict=True):
             size = group.block_tokens
             first = (end - 1) // size if group.kind is AttentionKind.RECURRENT else start // size
@@ -909,7 +969,9 @@ class World:
             if group.kind is AttentionKind.RECURRENT and not states:
                 continue
             for position in range(request.computed // group.block_tokens):
-                if table[position] != NULL_BLOCK and table[position] not in self.device.keys:
+                named = self.device.keys.get(table[position])
+                is_whole = named is not None and not (len(named) - 4) % group.block_tokens
+                if table[position] != NULL_BLOCK and not is_whole:
                     self.device.name(table[position], key_of(request.text, group, position))
 
     def _new_keys(self, request: Req) -> tuple[tuple[BlockKey, ...], ...]:
@@ -952,10 +1014,13 @@ class World:
 
     def _check_loaded(self, request: Req) -> None:
         for group, table in zip(self.groups, request.tables, strict=True):
-            for position in needed_blocks(group, request.computed):
-                want = key_of(request.text, group, position)
+            for position in range(
+                needed_blocks(group, request.computed).start, -(-request.computed // group.block_tokens)
+            ):
+                end = min((position + 1) * group.block_tokens, request.computed)
+                want = key_at(request.text, end, group.group)
                 for held in self.device.contents(table[position]):
-                    assert held == want, f"{request.name} was served {held!r}"
+                    assert holds(held, want, self.shape), f"{request.name} was served {held!r}"
 
 
 def cached(*groups: GroupSpec, text: str = TEXT, **options: Any) -> World:  # noqa: ANN401  # the world's own

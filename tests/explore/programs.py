@@ -35,6 +35,8 @@ def actions(scene: Scene) -> Iterator[Action]:
     yield from _of_copies(scene)
     yield from _of_lower_tiers(scene)
     yield from _troubles(scene, "reset", "forget", "grow", "degrade")
+    if scene.left.get("choose"):
+        yield from (("choose", policy) for policy in scene.world.core.policies)
 
 
 def _troubles(scene: Scene, *kinds: str) -> Iterator[Action]:
@@ -304,6 +306,7 @@ _ACTS: dict[str, Callable[..., object]] = {
     "forget": lambda scene: scene.world.device.forget_keys(),
     "grow": lambda scene: scene.world.ready_up_to(scene.kind.host),
     "degrade": lambda scene: scene.world.degrade(),
+    "choose": lambda scene, policy: scene.world.choose(policy),
     "open": lambda scene: scene.world.tell(_disk(scene).unread.pop(0)),
     "works": lambda scene, rank: _disk(scene).fails(rank, works=True),
     "spoil": lambda scene, rank, place: _disk(scene).spoil_place(rank, SlotId(place)),

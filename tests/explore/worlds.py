@@ -132,6 +132,8 @@ WORLDS: Mapping[str, SmallWorld] = {
     "window": SmallWorld(_WINDOW, {"a": "abcdefghijklmnopq"}, "preempt fail reset", device=4),
     "window churn": SmallWorld(_WINDOW, {"a": LONG, "b": OTHER}, device=6),
     "lazy": SmallWorld(texts={"a": LONG, "b": OTHER}, policy="lazy", faults="fail", device=18, host=3),
+    "twice": SmallWorld(policy="twice", faults="fail preempt", host=1),
+    "policies": SmallWorld(texts=_ONE, policy="auto", faults="choose choose fail preempt", device=18, host=1),
     "late reports": SmallWorld(report_every=2, faults="preempt", device=16),
     "states": SmallWorld(_STATES, _ONE, "fail late reset preempt grow", device=10, host=4),
     "states of two": SmallWorld(_STATES, faults="preempt fail", device=14, host=3),

@@ -175,8 +175,8 @@ def r10_state_offered_before_the_steps_facts() -> list[Patch]:
 
     def step_scheduled(self: OffloadCore, fact: StepScheduled) -> None:
         if self.state.degraded is None:
-            self._offer_states(fact.states)
-        real(self, structs.replace(fact, states=()))
+            self._offer_states(fact)
+        real(self, structs.replace(fact, states=(), tails=()))
 
     return [(OffloadCore, "step_scheduled", step_scheduled)]
 

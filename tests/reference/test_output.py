@@ -62,7 +62,7 @@ class Talk:
 @pytest.mark.slow
 @pytest.mark.parametrize("host_blocks", [1, 9, PLENTY])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("policy", ["eager", "lazy", "twice"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_output_is_the_same_with_aborts_preemptions_and_resets(
     kind: str, policy: str, ranks: int, host_blocks: int
@@ -81,7 +81,7 @@ def test_output_is_the_same_with_aborts_preemptions_and_resets(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("policy", ["eager", "lazy", "twice"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_r6_the_longest_request_is_served_by_the_smallest_pool(kind: str, policy: str) -> None:
     tokens = 100
@@ -105,7 +105,7 @@ def test_r6_the_longest_request_is_served_by_the_smallest_pool(kind: str, policy
         made.assert_clean()
 
 
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
+@pytest.mark.parametrize("policy", ["eager", "lazy", "twice"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_metrics_agree_with_the_engines_own_statistics(kind: str, policy: str) -> None:
     with rig(kind, store_policy=policy, num_blocks=TIGHT[kind] * 2, step_tokens=8, ranks=2) as made:

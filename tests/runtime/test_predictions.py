@@ -8,8 +8,8 @@ import pytest
 from kvoffload.cli.advise import reading_of
 from kvoffload.cli.figures import add_up
 from kvoffload.model import facts
-from kvoffload.model.events import MetricsSampled
-from kvoffload.model.ids import Rank
+from kvoffload.model.events import MetricsSampled, StorePolicyMoved
+from kvoffload.model.ids import BlockKey, Rank, RequestId
 from kvoffload.model.wire import TransferReport
 from kvoffload.telemetry.capacity import CapacityCurve
 from kvoffload.telemetry.catalogue import Series
@@ -86,6 +86,58 @@ def test_the_journal_has_what_advice_needs_up_to_the_last_request(tmp_path: Path
     assert reading.total(RATIO, tiers="host", capacity="2x") == last
     assert reading.total("kvoffload_capacity_slots", tier="host") == 50
     assert reading.values("kvoffload_info", "store_policy") == ["eager"]
+
+
+def document(side: Side, name: str, prefix: str) -> None:
+    """Serve a prompt of three blocks, and give the loop a second now and then."""
+    side.side.seen(
+        facts.RequestSeen(
+            RequestId(name), 13, (tuple(BlockKey(f"{prefix}{each}".encode()) for each in range(3)),)
+        )
+    )
+    side.ended(RequestId(name))
+    side.portal.advance(0.1)
+    side.step()
+
+
+def policy_in_use(side: Side) -> list[str]:
+    series = side.side.gauges()["kvoffload_store_policy"]
+    return [policy for (policy,), flag in series.items() if flag]
+
+
+def test_auto_moves_to_the_policy_that_finds_most_and_says_why(
+    sides: list[Side], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level("INFO")
+    side = Side(portal=True, store_policy="auto", journal_path=tmp_path / "journal")
+    sides.append(side)
+    assert policy_in_use(side) == ["eager"]
+    for number in range(600):
+        document(side, f"{number}", f"{number % 140},")
+    # 420 blocks return in turn. They fit only on the device and the host together, which have 400 and 50.
+    assert policy_in_use(side) == ["lazy"]
+    found = side.side.gauges()["kvoffload_predicted_policy_hit_ratio"]
+    assert found["lazy",] > found["eager",]
+    reason = 'reason="of the recent prompts\' blocks, lazy 52.3% and twice 10.6% would have been found"'
+    assert f"store_policy_moved policy=lazy was=twice {reason}" in caplog.text
+    side.close()
+    read = [one.message for one in read_journal(tmp_path / "journal")]
+    moves = [(one.was, one.policy) for one in read if isinstance(one, StorePolicyMoved)]
+    assert moves == [("eager", "twice"), ("twice", "lazy")]
+
+
+@pytest.mark.parametrize("policy", ["eager", "twice"])
+def test_a_policy_that_the_operator_names_stays(sides: list[Side], policy: str) -> None:
+    side = Side(portal=True, store_policy=policy)
+    sides.append(side)
+    curve = side.side.observation.curve
+    assert curve is not None
+    choice = curve.choice
+    assert choice is not None
+    choice.chosen = "lazy"
+    for _ in range(128):
+        side.step()
+    assert side.side.core.store_policy == policy
 
 
 def test_a_busy_engine_samples_once_a_minute(sides: list[Side], tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ REPORT_LINE = (
 )
 STEP = StepScheduled(7, (Progress(A, 16, new_keys=KEYS),), (RequestId("b"),), (DeviceBlockId(9),))
 STEP_LINE = (
-    '"step":7,"progress":1,"preempted":["b"],"reallocated":1,"prefill_tokens":0,"decode_tokens":0,"states":0'
+    '"step":7,"progress":1,"preempted":["b"],"reallocated":1,"prefill_tokens":0,"decode_tokens":0,"states":0,'
+    '"tails":0,"copies":0'
 )
 
 
@@ -87,7 +88,7 @@ STEP_LINE = (
     [
         (
             RequestSeen(A, 33, KEYS),
-            '"request":"a","prompt_tokens":33,"keys":[2,0],"reads_cache":true,"persists":true,"limits":{"load_tokens":null,"store_tokens":null,"tiers":null},"trace_parent":null',
+            '"request":"a","prompt_tokens":33,"keys":[2,0],"reads_cache":true,"persists":true,"limits":{"load_tokens":null,"store_tokens":null,"tiers":null},"trace_parent":null,"hashes":0',
         ),
         (
             BlocksAllocated(A, TABLES, 16, 32),

@@ -60,7 +60,7 @@ def adapter(
     translated = vllm_groups(
         vllm_config(world_size=1, max_num_batched_tokens=step_tokens, draft=draft),
         cache_config(*groups, num_blocks=BLOCKS + 1),
-        features=Features(),
+        features=Features(hands_off_states=True),
         sizes=(block_tokens, hash_tokens),
     )
     device = VllmDevice(translated.partly_hashed)

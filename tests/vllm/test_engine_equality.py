@@ -35,6 +35,7 @@ SCENES = [  # model, store policy, number of host blocks, and whether two steps 
     ("qwen3", "eager", 9, False),
     ("qwen3", "lazy", 512, False),
     ("qwen3", "lazy", 9, True),
+    ("qwen3", "twice", 9, False),
     ("gemma3", "eager", 9, False),
     ("gemma3", "lazy", 512, False),
     ("gemma3", "lazy", 9, False),
@@ -211,6 +212,25 @@ def test_prompts_with_different_salts_share_no_blocks(scene: tuple[Rig, dict[str
     if host > 100 and not _is_lazy(rig):
         assert hits[2] > 0
     rig.check_clean()
+
+
+def test_a_store_policy_that_moves_under_traffic_changes_no_answer(
+    folder: Path, expected: dict[str, dict[str, Reported]]
+) -> None:
+    with offloading("qwen3", folder, 64, extra={"store_policy": "auto"}) as rig:
+        reports = rig.connector._progress
+        often = reports._every
+        for number, policy in enumerate(("twice", "lazy", "eager", "lazy")):
+            for name, asked in list(REQUESTS.items())[10 * number : 10 * number + 10]:
+                rig.ask(name, asked)
+            rig.step()
+            rig.side.choose_policy(policy, {})
+            rig.finish()
+            assert rig.side.core.store_policy == policy
+            assert reports._every == (1 if policy == "lazy" else often)
+        assert often > 1
+        check_same(rig.reported, expected["qwen3"])
+        rig.check_clean()
 
 
 @pytest.mark.parametrize("scene", ON_LARGE_HOSTS, ids=_name, indirect=True)

@@ -117,41 +117,57 @@ class OneThread(TransferPump):
         super().submit_loads(jobs, fence)
 
 
-Connector = Callable[[checkpoints.Kind, Path, int, str], AbstractContextManager[Counted]]
+Connector = Callable[[checkpoints.Kind, Path, int, str, int | None], AbstractContextManager[Counted]]
 
 
 @contextmanager
-def ours(kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str) -> Iterator[Counted]:
+def ours(
+    kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str, unit: int | None
+) -> Iterator[Counted]:
+    extra = {"store_policy": policy} | ({"min_load_tokens": 1} if unit else {})
     with (
         patch("kvoffload.runtime.worker_side.TransferPump", OneThread),
-        offloading(kind, folder, host_blocks, held=Held(), extra={"store_policy": policy}) as rig,
+        offloading(kind, folder, host_blocks, held=Held(), extra=extra, prefix_match_unit=unit) as rig,
     ):
         yield Counted(rig.llm)
 
 
 @contextmanager
-def peers(kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str) -> Iterator[Counted]:
+def peers(
+    kind: checkpoints.Kind, folder: Path, host_blocks: int, policy: str, unit: int | None
+) -> Iterator[Counted]:
     from tests.vllm.stock import peer
 
     transfer = peer.kv_transfer(host_blocks * SLOT_BYTES, lazy=policy == "lazy", inline=True)
     checkpoint = checkpoints.make(kind, folder / kind)
-    options = {"num_gpu_blocks_override": DEVICE_BLOCKS[kind], "kv_transfer_config": transfer}
+    options = {
+        "num_gpu_blocks_override": DEVICE_BLOCKS[kind],
+        "kv_transfer_config": transfer,
+        "prefix_match_unit": unit,
+    }
     with engines.in_process(checkpoint, **options) as llm:
         yield Counted(llm)
 
 
 @cache
-def saved(whose: Connector, kind: checkpoints.Kind, folder: Path, size: int, policy: str) -> Saved:
-    """Return the tokens saved by an engine with this connector."""
-    with whose(kind, folder, size, policy) as counted:
+def saved(
+    whose: Connector,
+    kind: checkpoints.Kind,
+    folder: Path,
+    size: int,
+    policy: str,
+    unit: int | None = None,
+) -> Saved:
+    """Return the tokens saved by an engine with this connector, and with hashes of `unit` tokens."""
+    with whose(kind, folder, size, policy, unit) as counted:
         return counted.saved(SEEDS)
 
 
 def side_by_side(
-    kind: checkpoints.Kind, folder: Path, policy: str, sizes: Sequence[int]
+    kind: checkpoints.Kind, folder: Path, policy: str, sizes: Sequence[int], unit: int | None = None
 ) -> Mapping[int, tuple[Saved, Saved]]:
     return {
-        size: (saved(ours, kind, folder, size, policy), saved(peers, kind, folder, size, policy))
+        size: (saved(ours, kind, folder, size, policy, unit), saved(peers, kind, folder, size, policy, unit))
         for size in sizes
     }
 
@@ -185,6 +201,25 @@ def test_our_hits_with_recurrent_layers_are_at_least_the_peers(
     """A hit needs a state, which has one block in each recurrent group."""
     mine, other = side_by_side(kind, folder, policy, (size,))[size]
     assert other.hits > 0
+    assert mine.hits >= other.hits, (mine, other)
+    assert mine.tokens >= other.tokens, (mine, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "size", "unit"),
+    [
+        ("lfm2", "eager", 96, 16),
+        ("lfm2", "eager", 256, 16),
+        ("lfm2", "lazy", 256, 16),
+        ("granite4", "eager", 256, 16),
+        ("granite4", "lazy", 256, 32),
+        ("qwen3_next", "eager", 96, 32),
+    ],
+)
+def test_our_hits_that_end_inside_a_block_are_at_least_the_peers(
+    kind: checkpoints.Kind, policy: str, size: int, unit: int, folder: Path
+) -> None:
+    mine, other = side_by_side(kind, folder, policy, (size,), unit)[size]
     assert mine.hits >= other.hits, (mine, other)
     assert mine.tokens >= other.tokens, (mine, other)
 

@@ -10,14 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.model.ids import Rank
+from kvoffload.model.ids import BlockKey, Rank
 from kvoffload.model.wire import TransferReport
+from kvoffload_vllm.pool_device import group_suffix
+from tests.vllm.adapter.stand_ins import group
 from tests.vllm.engine_rig import MARKS
 from tests.vllm.scheduler_rig import BLOCK, BLOCKS, adapter, make_request, step_output, table
 
 pytestmark = MARKS
 
 MOST = 12  # blocks of a prompt
+UNIT = BLOCK // 4
+"""The tokens of a hash, where blocks have several."""
 VALUES = st.sampled_from([None, True, -1, 1.5, "64", [8]]) | st.integers(0, MOST * BLOCK)
 
 
@@ -59,11 +63,61 @@ def peers_answer(request: Any, device_tokens: int, held: Sequence[set[int]], win
     return scheduler._lookup_complete_chunks(status)
 
 
+def peers_answer_with_tails(request: Any, device_tokens: int, held: Sequence[set[int]]) -> int:
+    """Return how many tokens vLLM's own scheduler would load, with one attention group and one recurrent group.
+
+    Its tier holds the blocks that end after these numbers of hashes.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as peer
+    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+
+    ratio = BLOCK // UNIT
+    configs = (
+        peer.GroupOffloadConfig(0, BLOCK, BLOCK, ratio, None, None, full_spec(), None),
+        peer.GroupOffloadConfig(
+            1, BLOCK, BLOCK, ratio, None, 1, state_spec(), None, requires_cow_source=True
+        ),
+    )
+    status = peer.RequestOffloadState(
+        peer.SchedulerOffloadConfig(configs, 1, UNIT, 1, False, True),
+        request,
+        ReqContext(request.request_id, request.kv_transfer_params),
+        peer.RequestOffloadingContext(),
+    )
+    status.update_offload_keys()
+    status.num_locally_computed_tokens = device_tokens
+    keys = {
+        make_offload_key(request.block_hashes[end - 1], group)
+        for group, ends in enumerate(held)
+        for end in ends
+    }
+    scheduler = peer.OffloadingConnectorScheduler.__new__(peer.OffloadingConnectorScheduler)
+    scheduler.config = status.config
+    scheduler._lookup_groups = (0, 1)
+    scheduler._sliding_window_groups = (1,)
+    scheduler._mamba_align_size = scheduler._partial_tail_block_size = BLOCK
+    scheduler._max_eagle_proof_margin, scheduler._eagle_proof_margins = 0, {}
+    scheduler._chunks_being_loaded = set()
+    ignore = lambda *_: None  # noqa: E731  # two names for one empty method
+    scheduler._events_tracker = SimpleNamespace(record_lookup=ignore, record_partial_lookup=ignore)
+    scheduler.manager = SimpleNamespace(
+        lookup=lambda key, _: LookupResult.HIT if key in keys else LookupResult.MISS
+    )
+    return scheduler._lookup(status)
+
+
 def full_spec() -> Any:
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+
+
+def state_spec() -> Any:
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(block_size=BLOCK, shapes=((8,),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 
 def window_spec(tokens: int) -> Any:
@@ -77,11 +131,15 @@ def window_spec(tokens: int) -> Any:
 
 def hold(scheduler: Any, request: Any, held: Sequence[Iterable[int]]) -> None:
     """Put these positions of each group on the host."""
+    keys = scheduler._keys.keys(request.block_hashes, 0)
+    put(scheduler, [keys[number][at] for number, positions in enumerate(held) for at in sorted(positions)])
+
+
+def put(scheduler: Any, keys: Sequence[BlockKey]) -> None:
     scheduler.offload.reported([TransferReport(Rank(0), (), BLOCKS)])
-    pool, keys = scheduler.offload.core.state.pool, scheduler._keys.keys(request.block_hashes, 0)
-    for group, positions in enumerate(held):
-        slots, _ = pool.reserve([keys[group][position] for position in sorted(positions)])
-        pool.fill(slots)
+    pool = scheduler.offload.core.state.pool
+    slots, _ = pool.reserve(keys)
+    pool.fill(slots)
 
 
 @given(
@@ -106,6 +164,48 @@ def test_property_a_limit_on_loads_means_what_it_means_to_vllms_own_connector(
         scheduler.on_new_request(request)
         found, _ = scheduler.get_num_new_matched_tokens(request, device_tokens)
     assert found == peers_answer(request, device_tokens, held, windows)
+
+
+@given(
+    tokens=st.integers(1, 5 * BLOCK),
+    device=st.integers(0, 4),
+    limit=VALUES,
+    held=st.tuples(st.sets(st.integers(1, 20), max_size=20), st.sets(st.integers(1, 20), max_size=20)),
+    has_all_blocks=st.booleans(),
+)
+def test_property_a_hit_that_ends_inside_a_block_is_at_least_that_of_vllms_own_connector(
+    tokens: int, device: int, limit: object, held: tuple[set[int], set[int]], has_all_blocks: bool
+) -> None:
+    """Ours may be longer: a tail needs no state at the block before it, and its attention may be a whole block's."""
+    request = make_request("r", range(tokens), UNIT)
+    request.kv_transfer_params = {"max_load_tokens": limit}
+    ends = range(1, len(request.block_hashes) + 1)
+    wholes = {end for end in ends if end * UNIT % BLOCK == 0}
+    there = [held[0] & {*ends} | (wholes if has_all_blocks else set()), held[1] & {*ends}]
+    device_tokens = min(device, (tokens - 1) // BLOCK) * BLOCK
+    groups = [group(full_spec()), group(state_spec())]
+    with adapter(BLOCK, UNIT, groups=groups, min_load_tokens=1) as (scheduler, _):
+        assert scheduler.offload.shape.tail_tokens == UNIT
+        put(
+            scheduler,
+            [
+                BlockKey(request.block_hashes[end - 1] + group_suffix(number))
+                for number, of_group in enumerate(there)
+                for end in of_group
+            ],
+        )
+        scheduler.on_new_request(request)
+        found, _ = scheduler.get_num_new_matched_tokens(request, device_tokens)
+    expected = peers_answer_with_tails(request, device_tokens, there)
+    assert found >= expected
+    end = (device_tokens + found) // UNIT
+    if found > expected:
+        before = {at for at in wholes if device_tokens < at * UNIT <= end * UNIT}
+        assert end in there[1]
+        assert before <= there[0]
+        assert {end, -(-end // 4) * 4} & there[0]
+    if isinstance(limit, int) and limit is not True and limit >= 0:
+        assert found <= limit
 
 
 @pytest.mark.parametrize("limit", [None, 0, 1, BLOCK, 3 * BLOCK + 1, -1, "all", True])

@@ -7,6 +7,7 @@ One engine starts per model. `recurrent_matrix.py` runs the same scenes longer a
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from unittest.mock import patch
 import pytest
 
 from kvoffload.core.planners import LazyPlanner
-from tests.vllm.engine_rig import MARKS, PUBLISHING, Asked
+from tests.vllm.engine_rig import MARKS, PUBLISHING, Asked, same, truth
 from tests.vllm.scenes import (
     BLOCK_TOKENS,
     SCENES,
@@ -112,6 +113,26 @@ def test_a_shared_prefix_is_found_from_the_third_request_on(on: Stage) -> None:
     assert gained.count("kvoffload_prefix_boundaries_asked_total") == asked
     assert gained.count("kvoffload_prefix_boundaries_made_total") == asked
     assert gained.count("kvoffload_miss_blocks_total", "no_state") == asked
+
+
+FINE = [kind for kind in MODELS if "prefix_match_unit" in OPTIONS[kind]]
+
+
+@pytest.mark.parametrize("on", FINE, indirect=True)
+def test_a_hit_ends_at_the_last_state_inside_a_block(on: Stage) -> None:
+    """vLLM keeps the state after a prompt's last whole hash, here of 32 tokens in blocks of 64."""
+    draw = random.Random(9)
+    words = [draw.randrange(256) for _ in range(400)]
+    turns = [Asked(tuple(words[:length]), 4) for length in (170, 175, 230, 395)]
+    other = Asked((*words[:165], *words[300:350]), 4)
+    assert found_one_by_one(on, turns) == [0, 160, 160, 224]
+    assert found_one_by_one(on, [other]) == [160]
+    answers = {}
+    for one in (*turns, other):
+        on.forget_on_device()
+        answers[one] = on.rig.run({"tail": one})["tail"]
+    on.rig.forget()
+    assert all(same(answer, truth(on.rig, one)) for one, answer in answers.items())
 
 
 @contextmanager

@@ -126,6 +126,7 @@ def test_property_any_configuration_gets_its_findings(changes: dict[str, Any], i
             "multiples of 528 tokens; shorter prefixes are never found",
         ),
         (doctor.recurrent_states(528, 1056), "ok", "end at multiples of 528 tokens"),
+        (doctor.recurrent_states(528, 1056, 16), "ok", "of 528 tokens, or at a prompt's last one of 16"),
         (doctor.recurrent_states(528, None), "ok", "end at multiples of 528 tokens"),
         (doctor.recurrent_states(528, "unknown"), "warning", "does not say at which of them"),
     ],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,6 +208,32 @@ def test_states_that_are_handed_off_have_keys_that_end_in_vllms_number_of_the_gr
     assert groups.shape.state_key_ends == {(1).to_bytes(4, "big")}
     keys = [BlockKey(b"hash\0\0\0\1"), BlockKey(b"hash\0\0\0\2"), None]
     assert groups.shape.count_states(keys) == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "sizes", "changes", "tokens"),
+    [
+        ((mamba(), group(full(64))), (64, 16), {}, 16),
+        ((mamba(), group(full(64))), (64, 64), {}, 0),
+        ((group(full(64)), group(full(64))), (64, 16), {}, 0),
+        ((mamba(), group(full(32))), (64, 16), {}, 0),
+        ((mamba(), group(full(64))), (128, 16), {}, 0),
+        ((mamba(), group(full(64)), group(window(80, 64))), (64, 16), {}, 0),
+        (
+            (mamba(), group(full(64))),
+            (64, 16),
+            {"draft": SimpleNamespace(use_eagle_block_drop=lambda: True)},
+            0,
+        ),
+    ],
+)
+def test_a_hit_may_end_inside_a_block_if_vllms_hashes_do(
+    groups: Sequence[Any], sizes: tuple[int, int], changes: dict[str, Any], tokens: int
+) -> None:
+    translated = translate(*groups, features=WITH_STATES, sizes=sizes, **changes)
+    assert translated.shape.tail_tokens == tokens
+    # The keys of parts of a block count only if hits may end there.
+    assert bool(translated.partly_hashed) == (not tokens and sizes[1] < 64)
 
 
 def test_a_recurrent_group_never_has_lookahead() -> None:

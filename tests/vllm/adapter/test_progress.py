@@ -89,8 +89,16 @@ def test_progress_of_decoding_requests_is_reported_together() -> None:
     assert found == [({}, []), ({}, []), ({}, [7]), ({"b": (25, [7]), "a": (24, [8])}, [])]
 
 
+def changed_to_every_step() -> Engine:
+    engine = Engine()
+    engine.reports.set_every(1)
+    return engine
+
+
 @pytest.mark.parametrize(
-    "engine", [Engine(free=9 * 2 - 1), Engine(every=1)], ids=["nearly full", "every step"]
+    "engine",
+    [Engine(free=9 * 2 - 1), Engine(every=1), changed_to_every_step()],
+    ids=["nearly full", "every step", "changed"],
 )
 def test_progress_is_reported_at_once_if_the_device_is_nearly_full_or_in_every_step(engine: Engine) -> None:
     engine.add("a", 15)
