@@ -78,17 +78,21 @@ class Disk:
         self.blocks: OrderedDict[int, None] = OrderedDict()  # the least recently used first
 
     def request(self, blocks: Sequence[int], on_host: int, asked: int) -> None:
-        """Look up a request's first `asked` blocks, of which the host has `on_host`, and keep those that are found."""
+        """Look up a request's first `asked` blocks, of which the host has `on_host`, and keep those that are found.
+
+        Only blocks that are read from the disk become its most recently used ones, the deepest first.
+        """
         run = on_host
         while run < len(blocks) and blocks[run] in self.blocks:
             run += 1
         self.found += min(run, asked)
+        for block in reversed(blocks[on_host:run]):
+            self.blocks.move_to_end(block)
         self.put(blocks[:run])
 
     def put(self, blocks: Sequence[int]) -> None:
         for block in reversed(blocks):
-            self.blocks[block] = None
-            self.blocks.move_to_end(block)
+            self.blocks.setdefault(block, None)
 
     def bound(self, rate: float) -> None:
         """Evict the blocks for which the disk has no space."""

@@ -128,17 +128,19 @@ class PaperEngine:
         count, found = self.count, 0
         asked = [key for key in prompt.keys if key not in self._host and key not in self._disk]
         count["asked"] += len(asked) if self._tiers.share_after is not None else 0
-        fetched = 0
+        fetched, read = 0, list[BlockKey]()
         for key in prompt.keys[: (prompt.tokens - 1) // self._block_tokens]:  # one token must be computed
             if key in self._host:
                 self._host[key] += 1
             elif key in self._disk:
-                self._disk.move_to_end(key)
+                read.append(key)
             elif self._tiers.share_after is not None and key in self._store:
                 fetched += 1
             else:
                 break
             found += 1
+        for key in reversed(read):
+            self._disk.move_to_end(key)
         count["tokens"] += prompt.tokens
         count["hit"] += found * self._block_tokens
         count["fetched"] += fetched

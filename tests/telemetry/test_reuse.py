@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvoffload.model.ids import BlockKey, GroupId
@@ -79,6 +79,7 @@ CHAIN = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
 @given(st.lists(CHAIN, min_size=1, max_size=30), st.integers(1, 20))
+@example([[0], [0, 0], [0, 0], [2, 0], [2], [0]], 2)  # a hit on the host is no use of the disk's block
 def test_property_without_a_sample_the_hits_are_those_of_an_lru_tier(
     prompts: list[list[int]], capacity: int
 ) -> None:
