@@ -126,10 +126,11 @@ class PaperEngine:
     def serve(self, prompt: Prompt) -> None:
         """Look up a prompt, count the tokens found, and store all of the prompt's blocks."""
         count, found = self.count, 0
-        asked = [key for key in prompt.keys if key not in self._host and key not in self._disk]
+        usable = prompt.keys[: (prompt.tokens - 1) // self._block_tokens]  # one token must be computed
+        asked = [key for key in usable if key not in self._host and key not in self._disk]
         count["asked"] += len(asked) if self._tiers.share_after is not None else 0
         fetched, read = 0, list[BlockKey]()
-        for key in prompt.keys[: (prompt.tokens - 1) // self._block_tokens]:  # one token must be computed
+        for key in usable:
             if key in self._host:
                 self._host[key] += 1
             elif key in self._disk:
