@@ -49,19 +49,28 @@ pytestmark = pytest.mark.slow
 
 
 class Served:
-    """An engine with the plugin, on real threads, and a real disk or host memory in files.
+    """An engine with the plugin and two ranks, on real threads, and a real disk or host memory in files.
+
+    Args:
+        folder: where the tier keeps its blocks.
+        tier: the tier under test.
+        counting: whether the model detects every wrong byte.
+        host_blocks: how many blocks fit the host.
+        replicas: how many of the ranks share a copy.
 
     Attributes:
         pool: the slots of the tier under test.
         fetched: how many blocks came from the tier.
     """
 
-    def __init__(self, folder: Path, tier: Tier, *, counting: bool, host_blocks: int = 40) -> None:
+    def __init__(
+        self, folder: Path, tier: Tier, *, counting: bool, host_blocks: int = 40, replicas: int = 1
+    ) -> None:
         self.plugin = ReferencePlugin()
         disk_bytes = 2 * (4096 + 60 * (slot_bytes("full", 2) + 4096))
         on_disk: dict[str, object] = {"disk_path": folder, "disk_bytes": disk_bytes}
         extra = on_disk if tier is Tier.DISK else {"host_path": folder}
-        config = config_of("full", ranks=2, host_blocks=host_blocks, extra=extra)
+        config = config_of("full", ranks=2, replicas=replicas, host_blocks=host_blocks, extra=extra)
         if counting:
             config = replace(config, model=replace(config.model, vocab_size=VOCABULARY))
         self.engine = Engine(
@@ -105,13 +114,19 @@ class Served:
 
 
 def serve(
-    folder: Path, tier: Tier, seed: int, to_test: Connection, records: Connection, counting: bool
+    folder: Path,
+    tier: Tier,
+    seed: int,
+    to_test: Connection,
+    records: Connection,
+    counting: bool,
+    replicas: int,
 ) -> None:
     """Serve until killed or stopped. Send the index, each record, and after each answer the blocks fetched so far."""
     stops = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stops.set())
     _SAY[tier](records)
-    random, served = Random(seed), Served(folder, tier, counting=counting)
+    random, served = Random(seed), Served(folder, tier, counting=counting, replicas=replicas)
     to_test.send({int(slot): bytes(key) for key, slot in served.pool.index.items()})
     while not stops.is_set():
         served.run(random.choice(PROMPTS))
@@ -161,8 +176,11 @@ class Lives:
         fetched: the number of blocks that came from the tier.
     """
 
-    def __init__(self, folder: Path, tier: Tier, context: ForkServerContext, *, counting: bool) -> None:
-        self._folder, self._tier, self._context, self._counting = folder, tier, context, counting
+    def __init__(
+        self, folder: Path, tier: Tier, context: ForkServerContext, *, counting: bool, replicas: int
+    ) -> None:
+        self._folder, self._tier, self._context = folder, tier, context
+        self._counting, self._replicas = counting, replicas
         self.held: dict[int, bytes] = {}
         self.fetched = self.restored = 0
 
@@ -171,7 +189,7 @@ class Lives:
         random = Random(f"life {seed}")
         from_engine, to_test = self._context.Pipe(duplex=False)
         from_index, records = self._context.Pipe(duplex=False)
-        arguments = (self._folder, self._tier, seed, to_test, records, self._counting)
+        arguments = (self._folder, self._tier, seed, to_test, records, self._counting, self._replicas)
         process = self._context.Process(target=serve, args=arguments)
         process.start()
         to_test.close()
@@ -214,19 +232,20 @@ def _collect(source: Connection, into: list[Any]) -> None:
 
 @pytest.mark.timeout(60 + 20 * max(KILLS, ENGINE_KILLS))
 @pytest.mark.parametrize("tier", [Tier.DISK, Tier.HOST])
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("counting", "kills"), [(True, KILLS), (False, ENGINE_KILLS)])
 def test_after_a_kill_or_stop_the_next_engine_finds_all_put_blocks_and_answers_correctly(
-    tmp_path: Path, shared_memory: Path, tier: Tier, counting: bool, kills: int
+    tmp_path: Path, shared_memory: Path, tier: Tier, replicas: int, counting: bool, kills: int
 ) -> None:
     context = forking()
     folder = tmp_path if tier is Tier.DISK else shared_memory
-    lives = Lives(folder, tier, context, counting=counting)
+    lives = Lives(folder, tier, context, counting=counting, replicas=replicas)
     for seed in range(SEED, SEED + kills):
         try:
             lives.live(seed)
         except AssertionError as error:
             raise AssertionError(f"KVOFFLOAD_SEED={seed}: {error}") from error
-    last = Served(folder, tier, counting=counting)
+    last = Served(folder, tier, counting=counting, replicas=replicas)
     assert lives.held.keys() <= set(map(int, last.pool.index.values()))
     for prompt in PROMPTS:
         last.run(prompt)
