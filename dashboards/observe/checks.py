@@ -14,6 +14,7 @@ from dashboards.observe.prometheus import ObserveError, Prometheus, Series, wait
 
 Ask = Callable[[str], list[Series]]
 _ENGINE_PROBE = 'count({__name__=~"vllm:.+"})'
+_IDLE = ("node",)  # the demo's engine has no neighbour, so ratios and speeds of this tier have no series
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,8 @@ def check_panels(prometheus: Prometheus, start: float, end: float) -> Iterator[F
                 for tier in board.tiers if "$tier" in query.expr else ("",):
                     where = f"{board.name}: {panel.title}{tier and f', {tier}'}"
                     expr = substitute(query.expr, f"{seconds}s", f"{seconds}s", tier)
-                    yield _check(ask, where, expr, partial(_problem, panel, query, has_vllm))
+                    may_lack = tier in _IDLE or (query.is_of_engine and not has_vllm)
+                    yield _check(ask, where, expr, partial(_problem, panel, query, may_lack))
 
 
 def check_rules(prometheus: Prometheus) -> Iterator[Finding]:
@@ -95,10 +97,10 @@ def _check(ask: Ask, where: str, expr: str, problem_of: Callable[[list[Series]],
     return Finding(where, expr, len(found), _is_active(found), problem_of(found))
 
 
-def _problem(panel: Panel, query: Query, has_vllm: bool, found: list[Series]) -> str:
+def _problem(panel: Panel, query: Query, may_lack: bool, found: list[Series]) -> str:
     is_active = _is_active(found)
     if not found:
-        return "" if query.is_of_engine and not has_vllm else "no series"
+        return "" if may_lack else "no series"
     if query.expects is Expect.ACTIVITY and not is_active and not query.is_of_engine:
         return "nothing but 0 while there was work"
     if query.expects is Expect.ZERO and is_active:

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,11 +83,14 @@ def run_demo(address: str) -> Iterator[Demo]:
     program = str(Path(__file__).with_name("gated_demo.py"))
     command = [sys.executable, "-P", program, "--json", *_WORKLOAD]
     command += ["--serve-metrics", address, "--serve-for", str(_SERVE_S)]
-    with tempfile.TemporaryDirectory(prefix="kvoffload-observe-") as folder:
+    named = partial(tempfile.TemporaryDirectory, prefix="kvoffload-observe-")
+    # With host memory in files, the engine also looks for neighbours, and serves the metrics of the tier "node".
+    with named() as folder, named(dir="/dev/shm") as memory:
         try:
             with local_store("s3") as store:
+                tiers = [f"remote_url={store.url}", f"host_path={memory}"]
                 process = subprocess.Popen(
-                    [*command, "--config", f"remote_url={store.url}"],
+                    [*command, *[word for tier in tiers for word in ("--config", tier)]],
                     cwd=folder,
                     text=True,
                     stdin=subprocess.PIPE,

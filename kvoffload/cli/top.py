@@ -378,10 +378,16 @@ def _watch(servers: list[Server], interval_s: float) -> None:
 def table(servers: Iterable[Server]) -> RenderableType:
     from rich.table import Table
 
-    shown = Table(*_HEADINGS.split(", "), box=None, pad_edge=False, header_style="bold")
-    for row in (row for server in servers for row in server.rows()):
+    rows = [row for server in servers for row in server.rows()]
+    headings = _HEADINGS.split(", ")
+    # Without neighbours, their column would only take space, of which a terminal has 80 columns.
+    shows_node = any(row.node != "off" for row in rows)
+    kept = [place for place, heading in enumerate(headings) if shows_node or heading != "node"]
+    shown = Table(*[headings[place] for place in kept], box=None, pad_edge=False, header_style="bold")
+    for row in rows:
         is_healthy = not row.off_because and not {row.node, row.disk, row.remote} & {"failing", "closed"}
-        shown.add_row(*_cells(row), style=None if is_healthy else "bold red")
+        cells = [*_cells(row)]
+        shown.add_row(*[cells[place] for place in kept], style=None if is_healthy else "bold red")
     return shown
 
 

@@ -237,7 +237,7 @@ def test_the_hosts_cell_says_what_an_earlier_engine_left(engine: Engine, result:
     if result == "adopted":
         engine.bus.publish(events.BlocksAdopted(1200))
         engine.bus.publish(events.AdoptedBlocksHit(300))
-    [[*_, host, _, _, _]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
+    [[*_, host, _, _]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
     assert host == f"50% of 2.0 GiB{said}"
     assert row(engine.reading(0.0)).adoption == result
 

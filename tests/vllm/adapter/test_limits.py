@@ -8,22 +8,22 @@ from kvoffload.model.facts import NO_LIMITS
 from kvoffload.model.wire import Tier
 from kvoffload_vllm.limits import LimitReader
 
-DISK, REMOTE = Tier.DISK, Tier.REMOTE
+NODE, DISK, REMOTE = Tier.NODE, Tier.DISK, Tier.REMOTE
 
 
 @pytest.mark.parametrize(
     ("entries", "tiers"),
     [
         ([], ()),
-        ([{}], (DISK, REMOTE)),
-        ([{"medium": "cpu"}], ()),
+        ([{}], (NODE, DISK, REMOTE)),
+        ([{"medium": "cpu"}], (NODE,)),
         ([{"medium": "Storage"}], (DISK, REMOTE)),
-        ([{"locality": "local"}], (DISK,)),
+        ([{"locality": "local"}], (NODE, DISK)),
         ([{"medium": "STORAGE", "locality": "REMOTE"}], (REMOTE,)),
         ([{"medium": "CPU", "locality": "REMOTE"}], ()),
-        ([{"medium": "CPU"}, {"locality": "REMOTE", "more": 1}], (REMOTE,)),
-        ([{"medium": None, "locality": "LOCAL"}], (DISK,)),
-        ([{"medium": "tape"}, {"locality": "LOCAL"}], (DISK,)),
+        ([{"medium": "CPU"}, {"locality": "REMOTE", "more": 1}], (NODE, REMOTE)),
+        ([{"medium": None, "locality": "LOCAL"}], (NODE, DISK)),
+        ([{"medium": "tape"}, {"locality": "LOCAL"}], (NODE, DISK)),
         ([{"medium": "tape"}], None),
         ([7, "CPU", {"locality": 3}], None),
         ({"medium": "CPU"}, None),
