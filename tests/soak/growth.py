@@ -19,9 +19,10 @@ from kvoffload.telemetry.catalogue import Series
 MOST = 0.01  # the largest relative growth that passes
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _OWN_MATTER = frozenset(
-    # These gauges are estimates of the machine's speed, so their growth is not a leak.
+    # These gauges are estimates of the machine's speed and of the traffic, so their growth is not a leak.
     ["kvoffload_prefill_tokens_per_second", "kvoffload_break_even_tokens", "kvoffload_net_benefit_negative"]
 )
+_PREDICTED = "kvoffload_predicted_"
 
 Reading = Mapping[str, float]
 
@@ -43,7 +44,7 @@ def _of_gauges(gauges: Mapping[str, Series]) -> dict[str, float]:
     slots = gauges["kvoffload_slots"]
     found: dict[str, float] = {"slots empty or ready": slots["host", "empty"] + slots["host", "ready"]}
     for name, series in gauges.items():
-        if name.endswith("_total") or name in _OWN_MATTER:
+        if name.endswith("_total") or name in _OWN_MATTER or name.startswith(_PREDICTED):
             continue
         for labels, value in series.items():
             if labels[-1:] not in (("empty",), ("ready",)):
