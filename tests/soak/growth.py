@@ -22,7 +22,7 @@ _OWN_MATTER = frozenset(
     # These gauges are estimates of the machine's speed and of the traffic, so their growth is not a leak.
     ["kvoffload_prefill_tokens_per_second", "kvoffload_break_even_tokens", "kvoffload_net_benefit_negative"]
 )
-_PREDICTED = "kvoffload_predicted_"
+_PREDICTED = ("kvoffload_predicted_", "kvoffload_next_gib_")
 
 Reading = Mapping[str, float]
 
