@@ -198,12 +198,15 @@ def _compared(setup: Setup, ratio: str, host: int, device: int, device_bytes: in
         device: the size of the device's KV cache, in the same unit.
         device_bytes: the bytes of the KV cache on one rank.
     """
-    if host < _WORTH * device and setup.config.store_policy != "lazy":
+    if host < _WORTH * device and setup.config.store_policy == "eager":
         whole = size_text(device_bytes * setup.copies)
+        # `auto` stays `eager` where another process may find the blocks.
+        less = "auto, which stores what would be found most"
+        if setup.config.outlives_engine:
+            less = "lazy, which stores only what the device evicts"
         return warn(
             f"{ratio}: the host holds little that the device does not hold too",
-            f"raise host_bytes to several times the device's {whole}, or set store_policy to lazy, "
-            "which stores only what the device evicts",
+            f"raise host_bytes to several times the device's {whole}, or set store_policy to {less}",
         )
     return ok(f"{ratio}, {host / device:.1f} times as many")
 

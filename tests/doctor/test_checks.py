@@ -178,6 +178,7 @@ def test_swap(tmp_path: Path) -> None:
         (None, 4, "eager", "unknown", "whether the host holds more"),
         (GIB, 4, "eager", "warning", "4 blocks on the host, 4 on the device: "),
         (GIB, 4, "lazy", "ok", "4 blocks on the host, 4 on the device, 1.0 times as many"),
+        (GIB, 4, "auto", "ok", "1.0 times as many"),
         (GIB, 2, "eager", "ok", "2.0 times as many"),
         (5 * GIB, 2, "lazy", "error", "one block takes 5.0 GiB"),
     ],
@@ -189,6 +190,27 @@ def test_host_pool(
     found = ask(memory.CHECKS, "host pool", known, machine(tmp_path))
     assert found[0] == verdict
     assert text in found[1]
+
+
+@pytest.mark.parametrize(
+    ("shares", "verdict", "text"), [(True, "ok", "8 blocks"), (False, "warning", "4 blocks")]
+)
+def test_the_host_pool_counts_a_block_once_for_ranks_that_share_a_copy(
+    tmp_path: Path, shares: bool, verdict: str, text: str
+) -> None:
+    sizes = Sizes(2, GIB, (), 4, sharers=2)
+    known = setup(host_bytes=8 * GIB, host_share=shares, sizes=sizes)
+    found = ask(memory.CHECKS, "host pool", known, machine(tmp_path))
+    assert found[0] == verdict
+    assert f"{text} on the host, 4 on the device" in found[1]
+    assert ("host_copies 1: 2 ranks share one" in found[1]) is shares
+
+
+@pytest.mark.parametrize(("tier", "policy"), [({}, "auto"), ({"disk_path": Path("disk")}, "lazy")])
+def test_the_remedy_for_a_small_host_is_a_policy_that_works_there(tier: dict[str, Any], policy: str) -> None:
+    known = setup(host_bytes=8 * GIB, sizes=Sizes(2, GIB, (), 4), **tier)
+    (found,) = [one for one in run_checks(memory.CHECKS, known) if one.check == "host pool"]
+    assert f"or set store_policy to {policy}, which" in found.remedy
 
 
 ON_DISK = {"disk_path": Path("disk"), "disk_bytes": GIB}
