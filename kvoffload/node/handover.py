@@ -102,11 +102,18 @@ def ask(name: str, timeout_s: float) -> tuple[bytes, list[int]]:
             raise HostMemoryError("a process of another user offers it")
         asking.settimeout(timeout_s)
         try:
-            text, files, *_ = socket.recv_fds(asking, _LONGEST, _MOST_FILES)
+            text, files, flags, _ = socket.recv_fds(asking, _LONGEST, _MOST_FILES)
         except OSError as error:
             raise HostMemoryError(f"the process that offers it has ended: {error}") from error
         if not text:
             raise HostMemoryError("the process that offers it has ended")
+        if flags & socket.MSG_CTRUNC:
+            for descriptor in files:
+                os.close(descriptor)
+            raise HostMemoryError("this process may not open so many files: raise its limit (ulimit -n)")
+        for descriptor in files:
+            # Programs that this process starts would keep the memory. `recv_fds` ignores its argument `flags`.
+            os.set_inheritable(descriptor, False)
         return text, files
 
 
