@@ -120,8 +120,12 @@ class TwicePlanner(EagerPlanner):
         known, fresh = list[Offer](), list[Offer]()
         for offer in offers:
             key = offer.key
-            is_known = key in offered or key in pool.index or key in in_flight
-            (known if is_known or len(known) < empty else fresh).append(offer)
+            has_slot = key in pool.index or key in in_flight
+            if has_slot or empty > 0 or key in offered:
+                known.append(offer)
+                empty -= not has_slot
+            else:
+                fresh.append(offer)
             offered.add(key, pool.capacity)
         self._stores.refuse(fresh, StoreOutcome.SEEN_ONCE)
         if known:

@@ -101,13 +101,24 @@ def ask(name: str, timeout_s: float) -> tuple[bytes, list[int]]:
         if not _is_same_user(asking):
             raise HostMemoryError("a process of another user offers it")
         asking.settimeout(timeout_s)
-        try:
-            text, files, *_ = socket.recv_fds(asking, _LONGEST, _MOST_FILES)
-        except OSError as error:
-            raise HostMemoryError(f"the process that offers it has ended: {error}") from error
-        if not text:
-            raise HostMemoryError("the process that offers it has ended")
-        return text, files
+        return _receive(asking)
+
+
+def _receive(asking: socket.socket) -> tuple[bytes, list[int]]:
+    try:
+        text, files, flags, _ = socket.recv_fds(asking, _LONGEST, _MOST_FILES)
+    except OSError as error:
+        raise HostMemoryError(f"the process that offers it has ended: {error}") from error
+    if not text:
+        raise HostMemoryError("the process that offers it has ended")
+    if flags & socket.MSG_CTRUNC:
+        for descriptor in files:
+            os.close(descriptor)
+        raise HostMemoryError("this process may not open so many files: raise its limit (ulimit -n)")
+    for descriptor in files:
+        # Programs that this process starts would keep the memory. `recv_fds` ignores its argument `flags`.
+        os.set_inheritable(descriptor, False)
+    return text, files
 
 
 def _address(name: str) -> str:

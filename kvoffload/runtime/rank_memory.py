@@ -21,6 +21,7 @@ from kvoffload.transfer.arena import slots_in_chunk
 from kvoffload.transfer.host_file import (
     HostFile,
     RankShape,
+    closed_on_error,
     make_host_file,
     open_host_file,
     shared_host_file,
@@ -144,7 +145,8 @@ def open_memory(
             file = make_host_file(shape, _slots(config, ranks, layout))
         else:
             file = open_host_file(claim, shape, _slots_in_files(config, ranks, layout, place, claim))
-        return RankMemory(file.slots, file, _offer(ranks, file))
+        with closed_on_error(file.files):
+            return RankMemory(file.slots, file, _offer(ranks, file))
     except BaseException:
         if claim is not None:
             claim.close()

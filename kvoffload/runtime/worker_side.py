@@ -98,8 +98,16 @@ class WorkerSide:
                 each block in one piece and the engine stores blocks in several pieces.
         """
         check_pieces(self._config.layout, layout)
-        executor = self._portal.executor
-        self._memory = memory = open_memory(self._config, self._ranks, layout, self._places.get(Tier.HOST))
+        self._memory = open_memory(self._config, self._ranks, layout, self._places.get(Tier.HOST))
+        try:
+            return self._register(layout)
+        except BaseException:
+            if self._pump is None:  # Without a pump, `close` does nothing.
+                self._memory.close(keeps=self._config.host_keep, may_still_write=False)
+            raise
+
+    def _register(self, layout: DeviceLayout) -> int:
+        executor, memory = self._portal.executor, self._memory
         slots, file = memory.slots, memory.file
         arena = Arena(layout, slots, make_allocator(layout, executor=executor, file=file), clock=self._clock)
         copier = self._copier or make_copier(

@@ -23,7 +23,7 @@ import mmap
 import os
 import secrets
 import struct
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,6 +40,8 @@ from kvoffload.transfer.layout import digest_of
 from kvoffload.transfer.runs import region_offsets
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from numpy.typing import NDArray
 
     from kvoffload.disk.open_folder import OpenFolder
@@ -232,55 +234,75 @@ def open_host_file(claim: Claim, shape: RankShape, slots: int) -> HostFile:
     Raises:
         ConfigError: the file cannot be used.
     """
-    folder, name = claim.folder, file_name(shape.rank)
+    folder, name, files = claim.folder, file_name(shape.rank), list[int]()
     try:
-        descriptor = folder.open(name, os.O_RDWR | os.O_CREAT)
-        found = _read_header(folder, name, descriptor, shape)
-        # until the bytes are in their places, no table counts
-        os.pwrite(descriptor, _header(shape, 0, 0, _NO_ID).packed(), 0)
-        kept, moves, previous = 0, 0, b""
-        if found is None:
-            os.ftruncate(descriptor, PAGE)
-        else:
-            kept, moves, previous = min(found.kept, slots), found.moves + (found.slots != slots), found.id
-            _move_last_chunk(descriptor, shape, found.slots, slots)
-        os.ftruncate(descriptor, _size(shape, slots))
-        end = os.lseek(descriptor, 0, os.SEEK_HOLE)
-        files = [descriptor]
-        if shape.verify != "off":
-            files.append(folder.open(sums_name(shape.rank), os.O_RDWR | os.O_CREAT))
-            os.posix_fallocate(files[1], 0, max(8 * slots, os.fstat(files[1]).st_size))
-        os.pwrite(descriptor, _header(shape, slots, kept, previous or _NO_ID, moves).packed(), 0)
-        return HostFile(shape, _Found(shape.digest, slots, _new_id(), previous, kept, end), files, claim)
+        with closed_on_error(files):
+            return _opened(claim, shape, slots, files)
     except (OSError, DiskError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError([f"host_path: {folder.path / name} cannot be used: {reason}"]) from error
 
 
+def _opened(claim: Claim, shape: RankShape, slots: int, files: list[int]) -> HostFile:
+    """Open a rank's file and its checksums, and add their descriptors to `files`."""
+    folder, name = claim.folder, file_name(shape.rank)
+    descriptor = folder.open(name, os.O_RDWR | os.O_CREAT)
+    files.append(descriptor)
+    found = _read_header(folder, name, descriptor, shape)
+    # until the bytes are in their places, no table counts
+    os.pwrite(descriptor, _header(shape, 0, 0, _NO_ID).packed(), 0)
+    kept, moves, previous = 0, 0, b""
+    if found is None:
+        os.ftruncate(descriptor, PAGE)
+    else:
+        kept, moves, previous = min(found.kept, slots), found.moves + (found.slots != slots), found.id
+        _move_last_chunk(descriptor, shape, found.slots, slots)
+    os.ftruncate(descriptor, _size(shape, slots))
+    end = os.lseek(descriptor, 0, os.SEEK_HOLE)
+    if shape.verify != "off":
+        files.append(folder.open(sums_name(shape.rank), os.O_RDWR | os.O_CREAT))
+        os.posix_fallocate(files[1], 0, max(8 * slots, os.fstat(files[1]).st_size))
+    os.pwrite(descriptor, _header(shape, slots, kept, previous or _NO_ID, moves).packed(), 0)
+    return HostFile(shape, _Found(shape.digest, slots, _new_id(), previous, kept, end), files, claim)
+
+
 def make_host_file(shape: RankShape, slots: int) -> HostFile:
     """Return a new file without a name, for ranks that share it."""
     files = [os.memfd_create("kvoffload")]
-    os.ftruncate(files[0], _size(shape, slots))
-    if shape.verify != "off":
-        files.append(os.memfd_create("kvoffload-sums"))
-        os.ftruncate(files[1], 8 * slots)
-    return HostFile(shape, _Found(shape.digest, slots, _new_id(), b"", 0, 0), files, None)
+    with closed_on_error(files):
+        os.ftruncate(files[0], _size(shape, slots))
+        if shape.verify != "off":
+            files.append(os.memfd_create("kvoffload-sums"))
+            os.ftruncate(files[1], 8 * slots)
+        return HostFile(shape, _Found(shape.digest, slots, _new_id(), b"", 0, 0), files, None)
 
 
 def shared_host_file(shape: RankShape, text: bytes, files: list[int], claim: Claim | None) -> HostFile:
-    """Return the file that another rank has opened and passed here.
+    """Return the file that another rank has opened and passed here. After an error, `files` are closed.
 
     Raises:
         ConfigError: its slots have another layout than this rank's.
     """
-    found = msgspec.msgpack.decode(text, type=_Found)
-    if found.digest != shape.digest:
-        problem = (
-            "host_share: this rank's KV cache has another layout than that of the rank whose host memory it shares; set "
-            "host_share to false"
-        )
-        raise ConfigError([problem])
-    return HostFile(shape, found, files, claim)
+    with closed_on_error(files):
+        found = msgspec.msgpack.decode(text, type=_Found)
+        if found.digest != shape.digest:
+            problem = (
+                "host_share: this rank's KV cache has another layout than that of the rank whose host memory it shares; set "
+                "host_share to false"
+            )
+            raise ConfigError([problem])
+        return HostFile(shape, found, files, claim)
+
+
+@contextmanager
+def closed_on_error(files: Sequence[int]) -> Iterator[None]:
+    """Close open files if an error ends the block."""
+    try:
+        yield
+    except BaseException:
+        for descriptor in files:
+            os.close(descriptor)
+        raise
 
 
 def _new_id() -> bytes:

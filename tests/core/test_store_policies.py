@@ -42,6 +42,18 @@ def test_twice_stores_a_block_on_a_full_host_only_when_it_is_offered_again() -> 
     assert world.on_host(TEXT) == "xxx"
 
 
+def test_blocks_that_the_host_has_take_no_empty_slot_from_the_others_of_a_step() -> None:
+    world = twice(host=6)
+    world.serve("a", TEXT)
+    fresh = world.admitted("fresh", OTHERS[0])
+    world.step(fresh)
+    hit = world.admitted("hit", TEXT)
+    world.step(hit, fresh)
+    for request in (hit, fresh):
+        world.end_and_drain(request)
+    assert world.on_host(OTHERS[0]) == "xxx"
+
+
 def test_twice_fills_the_last_empty_slots_with_the_head_of_a_prompt() -> None:
     world = twice(host=5)
     world.serve("a", TEXT)

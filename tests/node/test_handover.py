@@ -62,6 +62,27 @@ def test_who_asks_waits_for_the_offer(name: str, monkeypatch: pytest.MonkeyPatch
         os.close(each)
 
 
+def test_programs_that_a_process_starts_do_not_inherit_files_that_were_passed_to_it(name: str) -> None:
+    descriptor = memory(b"one")
+    offer = Offer(name, b"text", [descriptor], 1)
+    _, files = ask(name, PATIENCE_S)
+    assert [os.get_inheritable(each) for each in files] == [False]
+    offer.close()
+    for each in (descriptor, *files):
+        os.close(each)
+
+
+def test_who_gets_only_some_of_the_files_keeps_none_of_them(name: str) -> None:
+    descriptor = memory(b"one")
+    offer = Offer(name, b"text", [descriptor] * 9, 1)  # one more than a process asks for
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(HostMemoryError, match="may not open so many files"):
+        ask(name, PATIENCE_S)
+    offer.close()
+    assert len(os.listdir("/proc/self/fd")) < len(before)  # without the offer's socket
+    os.close(descriptor)
+
+
 def test_an_offer_that_ends_leaves_its_name_to_others(name: str) -> None:
     for _ in range(2):
         Offer(name, b"", [], 3).close()

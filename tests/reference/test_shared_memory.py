@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from kvoffload.model.errors import HostMemoryError
 from kvoffload.model.wire import DeviceJob
+from kvoffload.runtime import rank_memory, worker_side
+from kvoffload.transfer import host_file
 from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, KINDS, Rig, rig, slot_bytes, text
 
@@ -189,3 +197,53 @@ def test_r4_blocks_of_a_job_of_which_one_rank_could_not_copy_its_part_are_not_fo
     made.drain()
     assert not made.offload.state.pool.index
     made.run(PROMPT)
+
+
+def left_open() -> Counter[str]:
+    """Return the process's open files, and its threads that pass files on."""
+    gc.collect()  # a mapping keeps its file open until the collector has found it
+    found = Counter(each.name for each in threading.enumerate() if each.name == "kvoffload-offer")
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder's own descriptor is closed by now
+            found[os.readlink(f"/proc/self/fd/{descriptor}")] += 1
+    return found
+
+
+@pytest.mark.parametrize("has_path", [False, True])
+@pytest.mark.parametrize(
+    ("module", "name", "good_calls"),
+    [
+        (rank_memory, "Offer", 0),
+        (rank_memory, "ask", 0),
+        *[(host_file, "advise", number) for number in (0, 1)],
+        *[
+            (worker_side, part, number)
+            for part in ("Arena", "make_checksums", "copies_of")
+            for number in (0, 1)
+        ],
+    ],
+)
+def test_a_start_that_fails_at_any_point_leaves_nothing_open(
+    module: ModuleType,
+    name: str,
+    good_calls: int,
+    has_path: bool,
+    shared_memory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real, calls = getattr(module, name), iter([True] * good_calls)
+
+    def fail(*args: object, **options: object) -> object:
+        if next(calls, False):
+            return real(*args, **options)
+        raise HostMemoryError("it fails")
+
+    extra = {"host_path": shared_memory} if has_path else {}
+    before = left_open()
+    monkeypatch.setattr(module, name, fail)
+    with (
+        pytest.raises(Exception, match="it fails"),
+        rig(ranks=2, replicas=2, extra={"verify": "full", **extra}),
+    ):
+        pass
+    assert left_open() - before == Counter()
