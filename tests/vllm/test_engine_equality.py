@@ -214,25 +214,6 @@ def test_prompts_with_different_salts_share_no_blocks(scene: tuple[Rig, dict[str
     rig.check_clean()
 
 
-def test_a_store_policy_that_moves_under_traffic_changes_no_answer(
-    folder: Path, expected: dict[str, dict[str, Reported]]
-) -> None:
-    with offloading("qwen3", folder, 64, extra={"store_policy": "auto"}) as rig:
-        reports = rig.connector._progress
-        often = reports._every
-        for number, policy in enumerate(("twice", "lazy", "eager", "lazy")):
-            for name, asked in list(REQUESTS.items())[10 * number : 10 * number + 10]:
-                rig.ask(name, asked)
-            rig.step()
-            rig.side.choose_policy(policy, {})
-            rig.finish()
-            assert rig.side.core.store_policy == policy
-            assert reports._every == (1 if policy == "lazy" else often)
-        assert often > 1
-        check_same(rig.reported, expected["qwen3"])
-        rig.check_clean()
-
-
 @pytest.mark.parametrize("scene", ON_LARGE_HOSTS, ids=_name, indirect=True)
 def test_one_corrupted_block_is_noticed(scene: tuple[Rig, dict[str, Reported], int]) -> None:
     """Check that the comparisons of this file detect a wrong block."""
