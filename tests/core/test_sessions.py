@@ -29,7 +29,7 @@ def served(*, is_last: bool, session: int = 1) -> World:
     return world
 
 
-def test_blocks_that_only_an_ended_session_used_leave_first_and_deepest_first() -> None:
+def test_r15_blocks_that_only_an_ended_session_used_leave_first_and_deepest_first() -> None:
     world = served(is_last=True)
     assert order(world) == [*OWN, key_at(OTHER, 8), key_at(SHARED, 4)]
     assert world.reported(SessionEnded) == [SessionEnded(RequestId("turn"), 2)]
