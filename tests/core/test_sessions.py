@@ -92,6 +92,8 @@ def test_a_preempted_last_turn_has_not_ended_its_session() -> None:
     world.admit(request)
     world.load_and_run(request)
     world.preempt_and_step(request)
+    world.drain()
+    assert OWN[0] in order(world)  # not held any more
     assert not world.reported(SessionEnded)
 
 
@@ -99,5 +101,7 @@ def test_a_slots_next_block_belongs_to_no_session() -> None:
     world = World(full(), host=3)
     world.serve_turn(LAST, 1)
     assert all(world.core.state.pool.sessions)
-    world.serve_turn("0123456789abc", 0)
+    request = world.add("other", "0123456789abc")
+    world.admit(request)
+    world.load_and_run(request)
     assert not any(world.core.state.pool.sessions)
