@@ -144,7 +144,8 @@ class Retention:
         """
         used = self._slots_deepest_first(record, record.confirmed_tokens, record.held)
         inside = set(used)
-        used = [*[slot for slot in reversed(record.held) if slot not in inside], *used]
+        beyond = dict.fromkeys([slot for slot in reversed(record.held) if slot not in inside])
+        used = [*beyond, *used]
         sessions, session = self._pool.sessions, record.session
         self._pool.set_session([slot for slot in used if sessions[slot] != session], 0)
         return [slot for slot in used if sessions[slot] == session] if session else []

@@ -3,7 +3,8 @@
     session      a string: the session, such as an agent's run, of which the request is a turn
     last_turn    true or false: whether the session ends with this request
 
-Without `session`, vLLM's own session id counts; without both, a last turn is a session by itself. A value of another form and an unknown key are ignored.
+Without `session`, vLLM's own session id counts; without both, a last turn is a session by itself. A value of another
+form and an unknown key are ignored.
 """
 
 from __future__ import annotations
