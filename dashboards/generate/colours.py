@@ -39,7 +39,7 @@ COLOURS: dict[str, str] = {
     # the host's slots
     "empty": "#e4e4e4", "filling": "#7fb3ea", "ready": BLUE, "pinned": GREEN, "draining": "#a06bc9",
     "quarantined": RED, "capacity": "#333333", "space": ORANGE, "spill_behind": "#c4601a", "reset": "#a06bc9",
-    "age p10": ORANGE, "age p50": YELLOW, "rewritten": BLUE,
+    "leave early": "#a06bc9", "age p10": ORANGE, "age p50": YELLOW, "rewritten": BLUE,
     # bytes of host memory
     "wanted": "#b8b8b8", "reserved": BLUE, "used": GREEN,
     # causes for which pins were dropped

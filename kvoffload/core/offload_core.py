@@ -83,6 +83,8 @@ class OffloadCore:
             fact.persists,
             fact.limits,
             fact.hashes,
+            fact.session,
+            fact.is_last_turn,
             offered=[*self.state.none_offered],
         )
         if not fact.persists:

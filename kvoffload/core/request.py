@@ -75,6 +75,8 @@ class RequestRecord(Struct, eq=False):
         persists: True if the request's blocks may be written to lower tiers and looked up there.
         limits: what the client allows for the request.
         hashes: one hash for each `EngineShape.tail_tokens` tokens of the prompt; none if hits end after whole blocks.
+        session: a number for the session of which the request is a turn; 0 if unknown.
+        is_last_turn: True if the client says that the session ends with this request.
         incarnation: identifies the request's block table. Jobs and offers made for an earlier table do not change the
             record.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
@@ -120,6 +122,8 @@ class RequestRecord(Struct, eq=False):
     persists: bool = True
     limits: Limits = NO_LIMITS
     hashes: tuple[bytes, ...] = ()
+    session: int = 0
+    is_last_turn: bool = False
     state: RequestState = RequestState.SEEN
     incarnation: int = 0
     table: list[list[DeviceBlockId]] | None = None

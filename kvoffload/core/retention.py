@@ -8,6 +8,9 @@ the slots are released.
 A recurrent state counts as used only when it is stored or loaded. A conversation's next turn reads the state of the
 last turn once, on the device, and leaves a deeper state. If that read counted, states that no turn reads again would
 push out other states.
+
+When a session has ended, blocks that no other session has used leave the host early. A session's blocks are those that
+its requests stored; each use by a request of another session, or of none, ends this.
 """
 
 from __future__ import annotations
@@ -20,8 +23,10 @@ from kvoffload.core.jobs import TABLE, Store
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.slots import SlotPool
+from kvoffload.core.tally import Tally
 from kvoffload.core.tiers import LowerTier
 from kvoffload.model.engine import EngineShape
+from kvoffload.model.events import SessionEnded
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, SlotId
 
@@ -35,8 +40,11 @@ class Retention:
     and `shares`.
     """
 
-    def __init__(self, pool: SlotPool, shape: EngineShape, tiers: tuple[LowerTier, ...]) -> None:
+    def __init__(
+        self, pool: SlotPool, shape: EngineShape, tiers: tuple[LowerTier, ...], tally: Tally
+    ) -> None:
         self._pool = pool
+        self._tally = tally
         self._tiers = tiers
         self._shape = shape
         self._groups = shape.groups
@@ -88,6 +96,8 @@ class Retention:
             if tokens[0] < record.held_to or incarnation != record.incarnation or tokens != sorted(tokens):
                 record.shares = True
             record.held_to = tokens[-1]
+            if record.session:
+                self._pool.set_session(job.slots[first:end], record.session)
             if record.state < _FINISHING or (record.state is _FINISHING and not record.has_timed_out):
                 slots = job.slots[first:end]
                 record.held += slots
@@ -105,6 +115,7 @@ class Retention:
 
     def release(self, record: RequestRecord) -> None:
         """Release all slots that a request holds. The deepest blocks will be evicted first."""
+        own = self._own_slots(record) if self._pool.sessions else ()
         if self._tiers and record.loaded_tokens and record.persists:
             keys = [*self._keys(record, record.loaded_tokens, state=record.loaded_tokens)]
             keys += self._keys_of_tail(record, record.loaded_tokens)
@@ -123,6 +134,21 @@ class Retention:
             self._pool.release(record.held[::-1])
         record.held.clear()
         record.held_to = 0
+        if own and record.is_last_turn and not record.is_live:
+            self._tally.events.append(SessionEnded(record.request, self._pool.leave_early(own)))
+
+    def _own_slots(self, record: RequestRecord) -> list[SlotId]:
+        """Return the slots that only this request's session has used, deepest first.
+
+        From now on, the other slots that the request used belong to no session.
+        """
+        used = self._slots_deepest_first(record, record.confirmed_tokens, record.held)
+        inside = set(used)
+        beyond = dict.fromkeys([slot for slot in reversed(record.held) if slot not in inside])
+        used = [*beyond, *used]
+        sessions, session = self._pool.sessions, record.session
+        self._pool.set_session([slot for slot in used if sessions[slot] != session], 0)
+        return [slot for slot in used if sessions[slot] == session] if session else []
 
     def used(self, record: RequestRecord, tokens: int) -> None:
         """Mark the blocks of the first `tokens` tokens as used, so that they are evicted after deeper blocks."""

@@ -7,6 +7,7 @@ the block may need it, so that a small pool does not churn.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -92,6 +93,8 @@ class SlotPool:
         """With a catalog: slots whose blocks must not outlive this process."""
         self.adopted = bytearray()
         """With a catalog, for each slot: 1 if it has a block of an earlier process that no load has read yet, else 0."""
+        self.sessions = array("I")
+        """For each slot, the session that alone has used its block, 0 for none. Empty until a session stores a block."""
         self.order = order or LruOrder()
         self.now = 0.0
         self._counts = [0] * len(SlotState)
@@ -138,6 +141,8 @@ class SlotPool:
         self._states.extend(bytes(more))
         self._keys.extend([None] * more)
         self.order.grow(len(self._states))
+        if self.sessions:
+            self.sessions.extend(bytes(more))
         if self.for_catalog is not None:
             self.adopted.extend(bytes(more))
         self._counts[SlotState.EMPTY] += more
@@ -205,6 +210,8 @@ class SlotPool:
             self.private.difference_update(slots)
             for slot in slots:
                 self.adopted[slot] = 0
+        if self.sessions:
+            self.set_session(slots, 0)
         return slots, evicted
 
     def fill(self, slots: Sequence[SlotId]) -> None:
@@ -278,6 +285,20 @@ class SlotPool:
             uncount(self.holds, held)
             unheld = self._not_held(ready)
         self.order.add(unheld, _USED, self.now)
+        return len(unheld)
+
+    def set_session(self, slots: Iterable[SlotId], session: int) -> None:
+        """Record which session alone has used these slots' blocks; 0 for none."""
+        if not self.sessions:
+            self.sessions = array("I", bytes(4 * self.capacity))
+        for slot in slots:
+            self.sessions[slot] = session
+
+    def leave_early(self, slots: Sequence[SlotId]) -> int:
+        """Let slots age faster that can be evicted now, the first one ahead of the others; return how many."""
+        unheld = self._not_held(self._ready(slots))
+        self.order.remove(unheld)
+        self.order.add(unheld, Came.ENDED, self.now)
         return len(unheld)
 
     def invalidate(self, slot: SlotId) -> bool:

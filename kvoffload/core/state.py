@@ -69,7 +69,7 @@ class CoreState(HostState):
         """The number of each group whose blocks a planner offers once their tokens are confirmed, and a block's tokens."""
         self.requests = Requests()
         self.leases = Leases(device)
-        self.retention = Retention(self.pool, shape, self.tiers)
+        self.retention = Retention(self.pool, shape, self.tiers, self.tally)
         self.tables = BlockTables(shape.groups)
         self.results = LoadResults()
         self.steps = 0

@@ -263,6 +263,13 @@ class TierBlocksEvicted(Event, frozen=True):
     cause: EvictionCause
 
 
+class SessionEnded(Event, frozen=True):
+    """A session ended, says its client: `blocks` host blocks that no other session has used now age faster."""
+
+    request: RequestId
+    blocks: int
+
+
 class BlocksZeroed(Event, frozen=True):
     """Entries of requests' block tables were zeroed, because the engine has reallocated the blocks they named."""
 

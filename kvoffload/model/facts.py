@@ -47,6 +47,9 @@ class RequestSeen(Fact, frozen=True):
         trace_parent: the W3C `traceparent` of the request's span, unchecked; None without a span.
         hashes: if hits may end inside a block, one hash for each `EngineShape.tail_tokens` tokens of the prompt. It
             identifies all tokens up to its end. With a group's `key_end` it is the key of the group's block in a tail.
+        session: a 32-bit number for the session, such as a conversation, of which the request is a turn; 0 if unknown.
+            If two sessions have the same number, the end of one may let blocks of the other leave early.
+        is_last_turn: True if the client says that the session ends with this request.
     """
 
     request: RequestId
@@ -57,6 +60,8 @@ class RequestSeen(Fact, frozen=True):
     limits: Limits = NO_LIMITS
     trace_parent: str | None = None
     hashes: tuple[bytes, ...] = ()
+    session: int = 0
+    is_last_turn: bool = False
 
 
 class BlocksAllocated(Fact, frozen=True):

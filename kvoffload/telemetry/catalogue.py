@@ -631,6 +631,7 @@ CATALOGUE: tuple[Metric, ...] = (
     Metric("kvoffload_capacity_bytes", "The same in bytes, all ranks together.", Kind.GAUGE, (_TIER, _PART), "bytes", read=_capacity_bytes),
     Metric("kvoffload_host_bytes", "Bytes of host memory, all ranks together: wanted by the settings, reserved (pinned) so far, and used.", Kind.GAUGE, (Label("state", HostBytes),), "bytes", read=_host_bytes),
     Metric("kvoffload_evicted_blocks_total", "Blocks that left the tier.", Kind.COUNTER, (_TIER, Label("cause", EvictionCause)), "blocks", counts={events.BlocksEvicted: "blocks", events.TierBlocksEvicted: "blocks"}),
+    Metric("kvoffload_ended_session_blocks_total", "Host blocks that leave early because a client said that their session had ended.", Kind.COUNTER, (), "blocks", counts={events.SessionEnded: "blocks"}),
     Metric("kvoffload_eviction_age_seconds", "Time since the last use of blocks that were evicted from the host for space. Blocks evicted together count once, with the block that was used last.", Kind.HISTOGRAM, (), "seconds", _AGE_BUCKETS, counts={events.BlocksEvicted: "age_s"}, where=_FOR_SPACE),
     Metric("kvoffload_oldest_pin_timestamp_seconds", "Unix time of the oldest pin; 0 if there is none.", Kind.GAUGE, (), "seconds", read=lambda side: {(): side.unix(side.observation.pins.oldest)}),
     # --- host memory in files ---

@@ -147,6 +147,7 @@ _LANES = {
 _NOTED: dict[type[events.Event], Track] = {
     events.BlocksEvicted: HOST,
     events.BlocksZeroed: HOST,
+    events.SessionEnded: HOST,
     events.CapacityGrown: HOST,
     events.HostMemoryOpened: HOST,
     events.BlocksAdopted: HOST,

@@ -12,6 +12,7 @@ from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.wire import NOTHING
 from kvoffload.runtime.copies import NO_ANSWERS
+from kvoffload_vllm.hints import NO_HINTS, HintReader, session_number
 from kvoffload_vllm.kv_identity import persists
 from kvoffload_vllm.limits import LimitReader
 from kvoffload_vllm.metadata import NO_PLAN, KVOffloadMetadata, KVOffloadWorkerMetadata
@@ -80,6 +81,7 @@ class VllmScheduler:
         """The recurrent groups by vLLM's number: kvoffload's number, and the number of tokens in a block."""
         self._tail_tokens = groups.shape.tail_tokens
         self._limits = LimitReader()
+        self._hints = HintReader()
         self._tracked: dict[str, Tracked] = {}
         self._progress = ProgressReports(
             groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
@@ -111,9 +113,21 @@ class VllmScheduler:
         parent = tracked.trace_parent if self.offload.observation.spans is not None else None
         params = request.kv_transfer_params
         limits = self._limits.read(params) if params else facts.NO_LIMITS
+        session, is_last = self._hints.read(params) if params else NO_HINTS
+        if session is None:
+            session = request.session_id or (request.request_id if is_last else None)
         parts = tuple(hashes) if self._tail_tokens else ()
         fact = facts.RequestSeen(
-            request.request_id, request.num_tokens, known, reads, lasts, limits, parent, parts
+            request.request_id,
+            request.num_tokens,
+            known,
+            reads,
+            lasts,
+            limits,
+            parent,
+            parts,
+            session_number(session),
+            is_last,
         )
         self.offload.seen(fact, partial(_output_tokens, request))
         return tracked

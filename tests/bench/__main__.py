@@ -17,6 +17,7 @@ BENCHES = (
     "engine",
     "fs",
     "hicache",
+    "hints",
     "hooks",
     "node",
     "policies",

@@ -107,6 +107,7 @@ class Engine:
         self.choice = PolicyChoice(self.core.policies) if policy == "auto" else None
         self.count: Counter[str] = Counter()
         self.moves: list[str] = []
+        self._now = 0.0
         self._step()
 
     def serve(self, prompt: Prompt) -> None:
@@ -114,7 +115,15 @@ class Engine:
         self.count["requests"] += 1
         name = RequestId(str(self.count["requests"]))
         self._choose(prompt)
-        self.core.request_seen(facts.RequestSeen(name, prompt.tokens, (prompt.keys,)))
+        seen = facts.RequestSeen(
+            name,
+            prompt.tokens,
+            (prompt.keys,),
+            session=prompt.session,
+            is_last_turn=prompt.is_last_turn,
+        )
+        self._now = prompt.at_s
+        self.core.request_seen(seen, self._now)
         hit, loaded = self._admit(name, prompt)
         done = (len(hit) + loaded) * self._block_tokens
         self._pool.hold(hit)
@@ -182,7 +191,7 @@ class Engine:
 
     def _step(self, *progress: facts.Progress) -> None:
         self.count["steps"] += 1
-        self.core.step_scheduled(facts.StepScheduled(self.count["steps"], progress))
+        self.core.step_scheduled(facts.StepScheduled(self.count["steps"], progress), self._now)
         done = [
             JobReport(job.id, job.direction, CopyOutcome.DONE, 0, 0.0, 0.0) for job in self.core.plan().jobs
         ]

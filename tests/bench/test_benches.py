@@ -21,9 +21,11 @@ from tests.bench import copy_lanes
 from tests.bench.__main__ import main
 from tests.bench.copy_rig import Rig, WrongBytes
 from tests.bench.disk_opening import opening
+from tests.bench.hints import CLAIMS, draw_sessions, replay, with_sessions
 from tests.bench.lines import HEADLINES, line, median_interval
 from tests.bench.trace import CoreEngine, PaperEngine, Tiers, play
-from tests.bench.trace_file import read_trace
+from tests.bench.trace_file import GROUP, Prompt, Trace, read_trace
+from tests.keys import block_key
 
 COPIES = "--copies-only --mib 1 --block-kib 64 --repeats 2"
 PAGE = 4096
@@ -172,3 +174,17 @@ def test_the_ends_of_an_interval_follow_the_binomial_distribution(count: int, ra
 
 def test_the_page_has_at_most_25_headlines() -> None:
     assert sum(map(len, HEADLINES.values())) <= 25
+
+
+def test_agents_that_name_ended_sessions_find_more() -> None:
+    trace = draw_sessions(60)
+    found = {name: replay(trace, 1, CLAIMS[name]) for name in ("none", "all sessions")}
+    assert found["all sessions"] > found["none"] + 0.03
+
+
+def test_prompts_of_a_trace_that_continue_each_other_are_a_session() -> None:
+    texts = ("abc", "abd", "abce", "xyz")
+    prompts = [Prompt(0.0, 9, tuple(block_key(char.encode(), GROUP) for char in text)) for text in texts]
+    turns = with_sessions(Trace(1, prompts)).prompts
+    assert [turn.is_last_turn for turn in turns] == [False, True, True, True]
+    assert turns[0].session == turns[2].session

@@ -44,6 +44,8 @@ class Prompt(NamedTuple):
     at_s: float
     tokens: int
     keys: tuple[BlockKey, ...]  #: the keys of the prompt's whole blocks
+    session: int = 0
+    is_last_turn: bool = False
 
 
 class Trace(NamedTuple):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.core.order import Came, LruOrder
+from kvoffload.core.order import FASTER, Came, LruOrder
 from kvoffload.core.slots import SlotPool
 from kvoffload.model.ids import BlockKey, SlotId
 
@@ -37,6 +37,34 @@ def test_slots_are_evicted_in_the_order_of_their_last_uses(batches: list[list[Sl
     order.add(taken, Came.USED, 0.0)
     assert [*order.take(99, 0.0)] == [*list(model)[len(taken) :], *taken]
     assert order.count == 0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["use", "end", "take"]), SLOTS, st.integers(0, 9))))
+def test_slots_of_ended_sessions_age_faster_than_others(steps: list[tuple[str, list[SlotId], int]]) -> None:
+    order, now = LruOrder(), 0
+    order.grow(41)
+    others, ended = OrderedDict[SlotId, int](), OrderedDict[SlotId, int]()
+    for what, slots, passed in steps:
+        now += passed
+        if what == "take":
+            taken, ages = [], []
+            for _ in range(min(len(slots), len(others) + len(ended))):
+                ages_of = [next(iter([now - at for at in each.values()]), -1) for each in (ended, others)]
+                first = ended if ages_of[0] >= 0 and ages_of[0] * FASTER >= ages_of[1] else others
+                slot, at = first.popitem(last=False)
+                taken.append(slot)
+                ages.append(now - at)
+            assert list(order.take(len(slots), float(now))) == taken
+            assert not ages or order.age_s == min(ages)
+        else:
+            order.remove([slot for slot in slots if slot in others or slot in ended])
+            for slot in slots:
+                others.pop(slot, None)
+                ended.pop(slot, None)
+            order.add(slots, Came.ENDED if what == "end" else Came.USED, float(now))
+            (ended if what == "end" else others).update(dict.fromkeys(slots, now))
+        assert [*order] == [*ended, *others]
+        assert order.count == len(ended) + len(others)
 
 
 def test_the_eviction_age_is_that_of_the_most_recently_used_slot_taken() -> None:

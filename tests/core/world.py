@@ -475,7 +475,14 @@ class World:
     # -- requests -----------------------------------------------------------------------------------------------
 
     def add(
-        self, name: str, text: str, *, reads_cache: bool = True, limits: facts.Limits = facts.NO_LIMITS
+        self,
+        name: str,
+        text: str,
+        *,
+        reads_cache: bool = True,
+        limits: facts.Limits = facts.NO_LIMITS,
+        session: int = 0,
+        is_last_turn: bool = False,
     ) -> Req:
         request = Req(RequestId(name), text, prompt=text)
         self.requests[name] = request
@@ -483,7 +490,16 @@ class World:
         request.reported_keys = [len(each) for each in keys]
         hashes = tuple(text[:end].encode() for end in self.ends_of_hashes(text))
         fact = facts.RequestSeen(
-            request.name, len(text), keys, reads_cache, self.persists, limits, None, hashes
+            request.name,
+            len(text),
+            keys,
+            reads_cache,
+            self.persists,
+            limits,
+            None,
+            hashes,
+            session,
+            is_last_turn,
         )
         self.tell(fact)
         return request
@@ -695,6 +711,13 @@ class World:
         self.load_and_run(request)
         self.end_and_drain(request)
         return request
+
+    def serve_turn(self, text: str, session: int = 0, *, is_last: bool = False, name: str = "turn") -> None:
+        """Serve a turn of a session."""
+        request = self.add(name, text, session=session, is_last_turn=is_last)
+        self.admit(request)
+        self.load_and_run(request)
+        self.end_and_drain(request)
 
     def serve_limited(self, name: str, text: str, limits: facts.Limits) -> None:
         """Serve a request that has limits of its own."""
