@@ -85,12 +85,21 @@ class RemoteWorld(LowerWorld):
         *,
         reads_cache: bool = True,
         limits: facts.Limits = facts.NO_LIMITS,
+        session: int = 0,
+        is_last_turn: bool = False,
         answers: bool = True,
     ) -> Req:
         """Add a request as in `World`. Without `answers`, the remote tier answers when the test calls
         `answer`.
         """
-        request = super().add(name, text, reads_cache=reads_cache, limits=limits)
+        request = super().add(
+            name,
+            text,
+            reads_cache=reads_cache,
+            limits=limits,
+            session=session,
+            is_last_turn=is_last_turn,
+        )
         asks = self.remote.take_for_catalog()
         self.asked += [Ask(request, keys, self.namespace) for request, keys in asks]
         if answers:
