@@ -75,6 +75,7 @@ class NodeCatalog:
         self._kind: OpenFolder | None = None
         self._is_over = False  # True after a reset
         self._scans_at = -inf
+        self._failure = ""  # why the last look failed
         self._look_ends: Future[None] | None = None
         self._looking = portal.spawn(self._look_now_and_then)
 
@@ -141,8 +142,11 @@ class NodeCatalog:
             if (now := self._monotonic()) >= self._scans_at:
                 self._scans_at = now + SCAN_S
                 self._scan(*own)
+                self._failure = ""
         except Exception as error:
-            log.warning("neighbours_not_read", reason=reason_of(error))
+            if (reason := reason_of(error)) != self._failure:  # else every look would log it
+                log.warning("neighbours_not_read", reason=reason)
+            self._failure = reason
             self._keep({})
 
     def _scan(self, path: Path, own: TableHeader) -> None:
@@ -173,8 +177,11 @@ class NodeCatalog:
     def _keep(self, neighbours: Mapping[str, Neighbour]) -> None:
         """Replace the neighbours, and close those that are left out."""
         before, self.neighbours = self.neighbours, {} if self._is_over else neighbours
-        for name, each in before.items():
-            if self.neighbours.get(name) is not each:
+        for name, each in {
+            **before,
+            **neighbours,
+        }.items():  # one of the new ones is left out if a reset came meanwhile
+            if name not in self.neighbours:
                 log.info("neighbour_left", engine=name)
                 each.close()
 

@@ -16,6 +16,7 @@ from kvoffload.core.tiers import NodeTier
 from kvoffload.model.causes import Adoption, NodeLoss
 from kvoffload.model.ids import JobId, SlotId
 from kvoffload.model.wire import CopyJob, Direction, Tier
+from kvoffload.node.neighbour import Neighbour
 from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.runtime.node_catalog import FOLLOW_S, SCAN_S, NodeCatalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
@@ -208,6 +209,40 @@ def test_with_node_share_off_an_engine_reads_no_other_and_is_read(engines: Engin
     assert fetched(first, text(2, 10 * BLOCK)) == 0
     look(second)
     assert fetched(second) == BLOCKS
+
+
+def test_an_engine_whose_folder_is_gone_says_once_that_it_reads_no_other(engines: Engines) -> None:
+    engines.start().run(PROMPT)
+    made = engines.start()
+    look(made)
+    remove(engines, made)
+    with capture_logs() as logs:
+        for _ in range(5):
+            assert look(made).is_empty
+    assert [line["event"] for line in logs].count("neighbours_not_read") == 1
+    assert fetched(made) == 0
+
+
+def times_open(table: Path) -> int:
+    links = [each.readlink() for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+    return links.count(table)
+
+
+def test_a_reset_while_another_engine_is_found_leaves_no_file_open(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, reader = engines.start(), engines.start()
+    owner.run(PROMPT)
+    follow, table = Neighbour.follow, host_of(owner).shared[0] / "table"  # type: ignore[index]
+
+    def reset_meanwhile(self: Neighbour) -> bool:
+        reader.offload.reset()
+        return follow(self)
+
+    before = times_open(table)  # by its owner
+    monkeypatch.setattr(Neighbour, "follow", reset_meanwhile)
+    assert look(reader).is_empty
+    assert times_open(table) == before
 
 
 # -- memory that changes before or during a copy ----------------------------------------------------------------------
