@@ -113,8 +113,19 @@ class TwicePlanner(EagerPlanner):
         self._offer = self._offer_known
         self._offered = RecentItems[BlockKey]()
 
+    def tails(self, offers: Sequence[Offer]) -> None:
+        if known := self._known(offers):
+            self._stores.offer_tails(known)
+
     def _offer_known(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
-        """Offer blocks that were offered recently or that the host has, and others if it has empty slots for them."""
+        if known := self._known(offers):
+            self._stores.offer(known, last_chance=last_chance)
+
+    def _known(self, offers: Sequence[Offer]) -> list[Offer]:
+        """Return offers of blocks that were offered recently or that the host has, and others for which it has empty slots.
+
+        Refuse the rest.
+        """
         pool, in_flight, offered = self._state.pool, self._stores.in_flight.keys, self._offered
         empty = pool.count(SlotState.EMPTY)
         known, fresh = list[Offer](), list[Offer]()
@@ -128,8 +139,7 @@ class TwicePlanner(EagerPlanner):
                 fresh.append(offer)
             offered.add(key, pool.capacity)
         self._stores.refuse(fresh, StoreOutcome.SEEN_ONCE)
-        if known:
-            self._stores.offer(known, last_chance=last_chance)
+        return known
 
 
 class LazyPlanner:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from kvoffload.core.machine import SlotState
 from kvoffload.core.planners import LazyPlanner
 from kvoffload.model import facts
 from kvoffload.model.causes import MissCause, StoreOutcome
@@ -510,6 +511,17 @@ def test_lazy_stores_a_tail_that_the_device_evicts_next() -> None:
     for number in range(8):
         world.serve(f"other {number}", f"{number}bcdefghijkl")
     assert has_tail(world, 9) == [True, True]
+
+
+def test_twice_stores_a_tail_on_a_full_host_only_when_it_is_offered_again() -> None:
+    world = with_tails(policy="twice", host=7, device=60)
+    for number in range(4):
+        world.serve(f"other {number}", f"{number}bcdefghijkl")
+    assert not world.count(SlotState.EMPTY)
+    for is_stored in (False, True):
+        world.serve("a", PROMPT)
+        assert has_tail(world) == [is_stored, is_stored]
+        world.device.forget_keys()
 
 
 def handed_off(world: World, *, held: str = PROMPT[:10]) -> facts.StepScheduled:
