@@ -74,7 +74,8 @@ def longest_match(
     if hashes and (tail := search.find_tail(hashes, length, limit)):
         length = tail
         if tail > search.full_length:
-            blocker, search.lacks_state = search.full_blocker, False
+            blocker = search.full_blocker
+            search.lacks_state = False
     full_tokens = 0
     if shape.state_key_ends:
         full_tokens = search.full_length
@@ -145,7 +146,8 @@ class _Search:
     def descend(self, length: int) -> tuple[int, BlockKey | None]:
         """Return the longest usable length up to `length`, and the first missing key after that length."""
         length, blocker = self.descend_full(length)
-        self.full_length, self.full_blocker = length, blocker
+        self.full_length = length
+        self.full_blocker = blocker
         moved = True
         while moved and length > self._start:
             moved = False

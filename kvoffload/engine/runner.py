@@ -40,7 +40,8 @@ class Runner:
     """
 
     def __init__(self, config: EngineConfig, groups: Sequence[GroupFacts], num_blocks: int) -> None:
-        self._replicas, self._stages = config.replicas, config.stages
+        self._replicas = config.replicas
+        self._stages = config.stages
         self._device = usable_device(config.device)
         self._model = Transformer(config.model, config.max_model_len, self._device)
         self._input_maker = InputMaker(groups, self._device, getattr(torch, config.model.dtype))

@@ -206,7 +206,7 @@ class TransferReport(Message, frozen=True):
         ready_slots: how many host slots the rank has ready; never decreases.
         store_share: the rank's current limit on store bytes in flight, divided by its highest limit; in (0, 1].
         is_growing: True while the rank prepares host slots.
-        slot_bytes: the size of one host slot on the rank, in bytes.
+        slot_bytes: the size of one host slot on the rank, in bytes; 0 if another rank reports the memory that it shares.
         wanted_slots: how many host slots the rank will have when all are ready.
         lost: why the rank's process can no longer use the device; None while the device works.
         below: the status of each lower tier that the rank has opened or failed to open.

@@ -176,11 +176,10 @@ class NodeCatalog:
 
     def _keep(self, neighbours: Mapping[str, Neighbour]) -> None:
         """Replace the neighbours, and close those that are left out."""
-        before, self.neighbours = self.neighbours, {} if self._is_over else neighbours
-        for name, each in {
-            **before,
-            **neighbours,
-        }.items():  # one of the new ones is left out if a reset came meanwhile
+        before = self.neighbours
+        self.neighbours = {} if self._is_over else neighbours
+        # If a reset came meanwhile, new ones are left out, too.
+        for name, each in {**before, **neighbours}.items():
             if name not in self.neighbours:
                 log.info("neighbour_left", engine=name)
                 each.close()

@@ -15,8 +15,8 @@ from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError, HostMemoryError
 from kvoffload.model.wire import SlotsFile, Tier, TierStatus
 from kvoffload.node.folder import HostPlace, check_free, free_bytes, make_room
-from kvoffload.node.handover import Offer, ask
 from kvoffload.node.table import table_bytes
+from kvoffload.runtime.handover import Offer, ask
 from kvoffload.transfer.arena import slots_in_chunk
 from kvoffload.transfer.host_file import (
     HostFile,

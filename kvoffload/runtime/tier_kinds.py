@@ -38,6 +38,7 @@ from kvoffload.transfer.node import THREADS as NODE_THREADS
 from kvoffload.transfer.node import RankNode
 from kvoffload.transfer.ports import Clock, Clocks
 from kvoffload.transfer.remote import RemoteMover, remote_calls
+from kvoffload.transfer.sharing import ALONE, Sharing
 from kvoffload.transfer.tier_jobs import TierJobs
 
 REMOTE_THREADS = 2  # few threads suffice, because the tiers' clients transfer a batch in parallel
@@ -124,7 +125,7 @@ class Worker:
         clock: the clock for time limits and reports.
         checksums: the checksums of the host slots; None if none are kept.
         key: authenticates what the tiers hold; None if all writers of these tiers are trusted.
-        sharers: how many ranks share one copy of each block.
+        sharing: which ranks share one copy of each block.
     """
 
     config: OffloadConfig
@@ -135,7 +136,7 @@ class Worker:
     clock: Clock
     checksums: Checksums | None = None
     key: TierKey | None = None
-    sharers: int = 1
+    sharing: Sharing = ALONE
 
 
 class TierKind(NamedTuple):
@@ -177,7 +178,7 @@ def _node_copies(place: HostPlace, worker: Worker) -> RankNode:
         place.root / place.kind,
         # Of ranks that share one copy, the first one's file has it.
         RankShape(
-            worker.rank - worker.rank % worker.sharers,
+            worker.sharing.first_of(worker.rank),
             layout,
             slots_in_chunk(layout),
             worker.config.verify,
@@ -241,8 +242,10 @@ def _remote_copies(place: RemotePlace, worker: Worker) -> TierJobs:
     timeout_s, monotonic = worker.config.remote_timeout_s, worker.clock.monotonic
     connect = partial(open_store, place.address, timeout_s)
     calls = remote_calls(connect, executor, monotonic, timeout_s, rank=worker.rank)
-    copy, copies = worker.rank // worker.sharers, worker.ranks // worker.sharers
-    mover = RemoteMover(copy, copies, worker.arena, worker.checksums, worker.key)
+    sharers = worker.sharing.ranks
+    mover = RemoteMover(
+        worker.rank // sharers, worker.ranks // sharers, worker.arena, worker.checksums, worker.key
+    )
     return TierJobs(Tier.REMOTE, calls, mover, worker.arena.layout.slot_bytes, monotonic)
 
 

@@ -27,6 +27,7 @@ from kvoffload.transfer.tier_jobs import TierJobs, TierReport
 
 if TYPE_CHECKING:
     from kvoffload.disk.tier_key import TierKey
+    from kvoffload.transfer.checksums import Checksums
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier, Fence
 
@@ -110,21 +111,9 @@ class WorkerSide:
         executor, memory = self._portal.executor, self._memory
         slots, file = memory.slots, memory.file
         arena = Arena(layout, slots, make_allocator(layout, executor=executor, file=file), clock=self._clock)
-        copier = self._copier or make_copier(
-            layout, executor=executor, clock=self._clock, batch_copies=self._config.batch_copies
-        )
         sums = None if file is None else file.sums
         checksums = make_checksums(self._config.verify, arena, executor=executor, known=sums)
-        pump = TransferPump(
-            self._rank,
-            arena,
-            copier,
-            self._clock,
-            store_bytes_in_flight=_STORE_BYTES_IN_FLIGHT,
-            timeout_s=self._config.transfer_timeout_s,
-            checksums=checksums,
-        )
-        self._pump = pump
+        self._pump = pump = self._make_pump(arena, checksums)
         self._pid = os.getpid()
         shared = Worker(
             self._config,
@@ -135,7 +124,7 @@ class WorkerSide:
             self._clock,
             checksums,
             self._tier_key,
-            self._ranks.sharing.ranks,
+            self._ranks.sharing,
         )
         self._tiers = copies_of(self._places, shared)
         began = self._clock.monotonic()
@@ -159,6 +148,23 @@ class WorkerSide:
             verify=self._config.verify,
         )
         return slots
+
+    def _make_pump(self, arena: Arena, checksums: Checksums | None) -> TransferPump:
+        copier = self._copier or make_copier(
+            arena.layout,
+            executor=self._portal.executor,
+            clock=self._clock,
+            batch_copies=self._config.batch_copies,
+        )
+        return TransferPump(
+            self._rank,
+            arena,
+            copier,
+            self._clock,
+            store_bytes_in_flight=_STORE_BYTES_IN_FLIGHT,
+            timeout_s=self._config.transfer_timeout_s,
+            checksums=checksums,
+        )
 
     def unregister(self) -> None:
         """Wait until no copy uses the KV memory, which the engine may then release. Until `restore`, jobs fail.

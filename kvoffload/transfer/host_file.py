@@ -114,8 +114,10 @@ class HostFile:
 
     def __init__(self, shape: RankShape, found: _Found, files: list[int], claim: Claim | None) -> None:
         self.shape = shape
-        self.slots, self.kept = found.slots, found.kept
-        self.id, self.previous = found.id, found.previous
+        self.slots = found.slots
+        self.kept = found.kept
+        self.id = found.id
+        self.previous = found.previous
         self._found = found
         self._claim = claim
         self.files = files

@@ -83,23 +83,13 @@ class RemoteWorld(LowerWorld):
         name: str,
         text: str,
         *,
-        reads_cache: bool = True,
-        limits: facts.Limits = facts.NO_LIMITS,
-        session: int = 0,
-        is_last_turn: bool = False,
         answers: bool = True,
+        **asked: Any,  # noqa: ANN401  # those of `World.add`
     ) -> Req:
         """Add a request as in `World`. Without `answers`, the remote tier answers when the test calls
         `answer`.
         """
-        request = super().add(
-            name,
-            text,
-            reads_cache=reads_cache,
-            limits=limits,
-            session=session,
-            is_last_turn=is_last_turn,
-        )
+        request = super().add(name, text, **asked)
         asks = self.remote.take_for_catalog()
         self.asked += [Ask(request, keys, self.namespace) for request, keys in asks]
         if answers:

@@ -89,7 +89,8 @@ class CountingRunner(Runner):
         num_blocks: int,
         computing: Callable[[], object] = lambda: None,
     ) -> None:
-        self._replicas, self._stages = config.replicas, config.stages
+        self._replicas = config.replicas
+        self._stages = config.stages
         self._attention = [group for group in groups if group.kind != "recurrent"]
         self._recurrent = [group for group in groups if group.kind == "recurrent"]
         self._size = config.block_tokens

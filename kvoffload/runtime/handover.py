@@ -41,7 +41,10 @@ class Offer:
     """
 
     def __init__(self, name: str, text: bytes, files: Sequence[int], askers: int) -> None:
-        self._text, self._files, self._askers = text, files, askers
+        self._text = text
+        self._files = files
+        self._askers = askers
+        self._is_closing = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.bind(_address(name))
@@ -54,17 +57,22 @@ class Offer:
 
     def close(self) -> None:
         """Stop, also if some processes have not asked yet."""
+        self._is_closing = True
         with suppress(OSError):  # it is closed already, because all have asked
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
 
     def _serve(self) -> None:
         left = self._askers
-        with self._socket, suppress(OSError):  # `close` ends `accept` with an error
-            while left:
-                asker, _ = self._socket.accept()
-                with asker:
-                    left -= self._pass_to(asker)
+        with self._socket:
+            try:
+                while left:
+                    asker, _ = self._socket.accept()
+                    with asker:
+                        left -= self._pass_to(asker)
+            except OSError as error:
+                if not self._is_closing:  # else `close` has ended `accept`
+                    log.error("host_memory_not_offered", reason=str(error), ranks_without=left)
 
     def _pass_to(self, asker: socket.socket) -> bool:
         """Pass the files to one process; return whether it got them."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
 import sys
 from uuid import uuid4
@@ -10,8 +12,9 @@ from uuid import uuid4
 import pytest
 
 from kvoffload.model.errors import HostMemoryError
-from kvoffload.node import handover
-from kvoffload.node.handover import Offer, ask
+from kvoffload.runtime import handover
+from kvoffload.runtime.handover import Offer, ask
+from tests.captured_logs import capture_logs
 
 PATIENCE_S = 30
 
@@ -31,7 +34,7 @@ def test_another_process_writes_to_the_files_that_are_passed_to_it(name: str) ->
     files = [memory(b"one"), memory(b"two")]
     offer = Offer(name, b"about them", files, 2)
     program = (
-        "import os, sys; from kvoffload.node.handover import ask; text, files = ask(sys.argv[1], 30); "
+        "import os, sys; from kvoffload.runtime.handover import ask; text, files = ask(sys.argv[1], 30); "
         "print(text.decode(), *[os.pread(each, 9, 0).decode() for each in files]); os.pwrite(files[1], b'new', 0)"
     )
     for expected in ("about them one two", "about them one new"):
@@ -53,7 +56,7 @@ def test_who_asks_waits_for_the_offer(name: str, monkeypatch: pytest.MonkeyPatch
     descriptor = memory(b"one")
     offers = []
     monkeypatch.setattr(
-        "kvoffload.node.handover.time.sleep", lambda _: offers.append(Offer(name, b"now", [descriptor], 1))
+        "kvoffload.runtime.handover.time.sleep", lambda _: offers.append(Offer(name, b"now", [descriptor], 1))
     )
     text, files = ask(name, PATIENCE_S)
     assert (text, os.pread(files[0], 9, 0)) == (b"now", b"one")
@@ -88,6 +91,19 @@ def test_an_offer_that_ends_leaves_its_name_to_others(name: str) -> None:
         Offer(name, b"", [], 3).close()
     with pytest.raises(HostMemoryError, match="nothing was offered for 0 s"):
         ask(name, 0)
+
+
+def test_who_can_pass_nothing_more_says_so(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accept(_: socket.socket) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with capture_logs() as logged:
+        monkeypatch.setattr(socket.socket, "accept", accept)
+        offer = Offer(name, b"", [], 2)
+        offer._thread.join(PATIENCE_S)
+        offer.close()
+    (line,) = [line for line in logged if line["event"] == "host_memory_not_offered"]
+    assert (line["reason"], line["ranks_without"]) == ("[Errno 24] Too many open files", 2)
 
 
 def test_a_name_is_offered_once(name: str) -> None:
