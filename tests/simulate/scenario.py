@@ -100,7 +100,7 @@ def _with_disk(scenario: Scenario) -> Scenario:
     settings = {
         "disk_bytes": scenario.engine.ranks * (1 + draws.choice([2, 20, 60, 60])) * PAGE,
         "disk_min_hits": draws.choice([0, 0, 1, 2]),
-        "store_policy": draws.choice(["eager", "eager", "eager", "lazy"]),
+        "store_policy": draws.choice(["eager", "twice", "auto", "lazy"]),
         "host_bytes": draws.choice([1, 5, 15, 30, 60, 60]) * _block_bytes(scenario.engine),
     }
     often = ["restart", "restart", "restart", "disk_rots", "disk_is_gone"]
@@ -203,7 +203,7 @@ def _with_recurrence(scenario: Scenario) -> Scenario:
 
 def _plugin(draws: random.Random, shape: EngineConfig, timeout_s: float) -> dict[str, object]:
     settings: dict[str, object] = {
-        "store_policy": draws.choice(["eager", "lazy"]),
+        "store_policy": draws.choice(["eager", "lazy", "twice", "auto"]),
         "host_bytes": draws.choice([1, 5, 15, 30, 60, 60]) * _block_bytes(shape),
         "transfer_timeout_s": timeout_s,
         "verify": draws.choice(["off", "off", "sample", "full"]),
