@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.errors import HostMemoryError
-from kvoffload.model.wire import DeviceJob
+from kvoffload.model.wire import DeviceJob, Direction, TransferPlan
 from kvoffload.runtime import rank_memory, worker_side
 from kvoffload.transfer import host_file
 from tests.captured_logs import capture_logs
+from tests.copy_jobs import device_job
 from tests.reference.rig import BLOCK, KINDS, Rig, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
@@ -102,6 +104,27 @@ def test_each_rank_writes_a_part_of_the_blocks_and_reads_all(start: StartEngine)
     made.run(PROMPT)
     loaded = made.count("load_blocks", "loaded")
     assert made.count("transfer_bytes", "host", "load") == 2 * loaded * slot_bytes("full")
+
+
+def test_a_rank_reports_a_store_without_a_part_of_its_own_although_nothing_else_is_new(
+    start: StartEngine,
+) -> None:
+    made = start()
+    first, second = made.workers
+    for worker in made.workers:
+        while worker.take_report() is not None:
+            pass
+    job = device_job(99, Direction.STORE, (4,), (1,))
+    second.start_stores(TransferPlan(stores=(job,)))
+    report = second.take_report()
+    assert report is not None
+    assert [(each.job, each.outcome) for each in report.jobs] == [(99, CopyOutcome.DONE)]
+    assert second.take_report() is None
+    first.start_stores(TransferPlan(stores=(job,)))
+    made.pass_time()
+    report = first.take_report()
+    assert report is not None
+    assert [(each.job, each.outcome) for each in report.jobs] == [(99, CopyOutcome.DONE)]
 
 
 def test_without_the_setting_each_rank_keeps_its_own_copy(start: StartEngine) -> None:

@@ -24,11 +24,13 @@ PATIENCE_S = 30.0
 class Served:
     """A real engine with the plugin and real threads, connected to a real remote tier."""
 
-    def __init__(self, url: str | None, kind: str = "full", *, ranks: int = 1, **extra: object) -> None:
+    def __init__(
+        self, url: str | None, kind: str = "full", *, ranks: int = 1, replicas: int = 1, **extra: object
+    ) -> None:
         self.kind = kind
         self.plugin = ReferencePlugin()
         settings = {"remote_url": url, "remote_timeout_s": 5.0, **extra} if url is not None else extra
-        config = config_of(kind, ranks=ranks, host_blocks=HOST_BLOCKS, extra=settings)
+        config = config_of(kind, ranks=ranks, replicas=replicas, host_blocks=HOST_BLOCKS, extra=settings)
         self.engine = Engine(config, self.plugin, clock=time.monotonic)
         self.copies: list[TierCopyEnded] = []
         self.offload.bus.count(TierCopyEnded, self.copies.append)

@@ -32,14 +32,16 @@ SNAPSHOTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("full", 2), ("sliding_window", 1)])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "replicas"), [("full", 2, 1), ("full", 2, 2), ("sliding_window", 1, 1)]
+)
 def test_r18_the_second_engine_finds_the_first_ones_blocks(
-    start: StartEngine, url: str, kind: str, ranks: int
+    start: StartEngine, url: str, kind: str, ranks: int, replicas: int
 ) -> None:
     identity = f"{url} {kind}"
-    first = start(url, kind, ranks=ranks, weights_id=identity).opened()
+    first = start(url, kind, ranks=ranks, replicas=replicas, weights_id=identity).opened()
     first.share()
-    second = start(url, kind, ranks=ranks, weights_id=identity).opened()
+    second = start(url, kind, ranks=ranks, replicas=replicas, weights_id=identity).opened()
     assert second.namespace == first.namespace
     second.find()
     assert second.tier is TierState.OPEN

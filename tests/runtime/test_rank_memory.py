@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -87,3 +88,22 @@ def test_shared_memory_is_counted_once_for_each_copy_on_the_machine(
     else:
         with pytest.raises(ConfigError, match="all 4 ranks of this machine"):
             opened(0, sharers=sharers, slots=slots)
+
+
+def test_memory_that_a_stopped_engine_has_left_counts_as_free(
+    opened: OpenMemory, monkeypatch: pytest.MonkeyPatch, shared_memory: Path
+) -> None:
+    """A start whose files are there needs no new memory."""
+    slots = 2**18
+    size = slots * LAYOUT.slot_bytes
+
+    def place() -> HostPlace:
+        return HostPlace(shared_memory, "kind", uuid4().hex, lambda: pytest.fail("no identity is needed"))
+
+    first = opened(0, ranks=1, sharers=1, local=1, slots=slots, place=place())
+    assert first.file is not None
+    os.posix_fallocate(first.file.files[0], 0, size)
+    first.close(keeps=True, may_still_write=False)
+    left = f"MemAvailable: {(RESERVE + size // 2) // 1024} kB\n"
+    monkeypatch.setattr(rank_memory, "slots_for", partial(slots_for, read={"/proc/meminfo": left}.get))
+    assert opened(0, ranks=1, sharers=1, local=1, slots=slots, place=place()).slots == slots
