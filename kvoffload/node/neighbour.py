@@ -162,7 +162,7 @@ class Neighbour:
     def _changed(self, changes: int) -> Iterable[int]:
         """Return the slots that have changed; all slots if the ring does not name all of them any more."""
         slots, seen = self.table.header.slots, self._seen
-        if seen is None or not 0 < changes - seen < RING:
+        if seen is None:
             return range(slots)
         ring = np.frombuffer(os.pread(self.table.descriptor, 4 * RING, self.table.places.ring), np.uint32)
         after = self.table.changes()
