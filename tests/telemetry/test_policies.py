@@ -52,10 +52,10 @@ def test_a_hot_block_outside_the_sample_is_counted() -> None:
     """One block is looked up 1,000 times, each time before a block that never returns: half of all lookups find it."""
     found = []
     for seed in range(8):
-        made = choice(device=0, host=100)
+        made = choice(device=0, host=4 * SAMPLE_BLOCKS)
         for number in range(2 * SAMPLE_BLOCKS):  # of so many blocks, only a share is in the sample
             made.request([BlockKey(b"%d %d" % (seed, number))], 0)
-        made.set_sizes(0, 4 * SAMPLE_BLOCKS)
+        assert made.rate < 0.6
         for number in range(1000):
             made.request([BlockKey(b"hot %d" % seed), BlockKey(b"other %d %d" % (seed, number))], 2)
         found.append(made.found()["eager"])
