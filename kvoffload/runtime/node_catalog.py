@@ -11,8 +11,8 @@ copied, which the ranks notice.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -76,7 +76,6 @@ class NodeCatalog:
         self._is_over = False  # True after a reset
         self._scans_at = -inf
         self._failure = ""  # why the last look failed
-        self._look_ends: Future[None] | None = None
         self._looking = portal.spawn(self._look_now_and_then)
 
     # -- on the engine's thread ---------------------------------------------------------------------------------
@@ -128,8 +127,8 @@ class NodeCatalog:
     async def _look_now_and_then(self) -> None:
         while True:
             await self._sleep(FOLLOW_S if self.neighbours else SCAN_S)
-            if self._look_ends is None or self._look_ends.done():
-                self._look_ends = self._executor.submit(self._look)
+            # The look may find the first neighbour, which must then be followed at once.
+            await asyncio.wrap_future(self._executor.submit(self._look))
 
     def _look(self) -> None:
         """Read what neighbours have changed. Once a second, look for new ones. If it fails, go on without neighbours."""

@@ -28,9 +28,9 @@ class Hints(NamedTuple):
 NO_HINTS = Hints()
 
 
-def session_number(name: str | None) -> int:
-    """Return a number for a session, 0 for None. The name itself, which clients choose, stays out of the journal."""
-    return 0 if name is None else crc32(name.encode(errors="surrogatepass")) or 1
+def session_number(name: str) -> int:
+    """Return a number above 0 for a session. The name itself, which clients choose, stays out of the journal."""
+    return crc32(name.encode(errors="surrogatepass")) or 1
 
 
 class HintReader:

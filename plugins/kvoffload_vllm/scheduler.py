@@ -126,7 +126,7 @@ class VllmScheduler:
             limits,
             parent,
             parts,
-            session_number(session),
+            0 if session is None else session_number(session),
             is_last,
         )
         self.offload.seen(fact, partial(_output_tokens, request))

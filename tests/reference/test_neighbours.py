@@ -84,6 +84,26 @@ def fetched(made: Rig, prompt: tuple[int, ...] = PROMPT) -> int:
     return made.count("tier_blocks", "node", "load", "done") - before
 
 
+def test_a_neighbour_is_followed_at_once_after_the_look_that_has_found_it(engines: Engines) -> None:
+    """Looks run on a thread, so the coroutine may wait again before the first one has ended."""
+    owner, reader = engines.start(), engines.start()
+    catalog = reader.offload.catalogs[Tier.NODE]
+    assert isinstance(catalog, NodeCatalog)
+    executor = catalog._executor
+    assert isinstance(executor, ManualExecutor)
+    executor._held = True
+    reader.pass_time(SCAN_S)
+    reader.pass_time(SCAN_S)
+    assert executor.waiting == 1
+    executor._held = False
+    executor.run_next()
+    reader.pass_time(0.0)
+    assert [*map(len, catalog.neighbours.values())] == [0]
+    owner.run(PROMPT)
+    reader.pass_time(2 * FOLLOW_S)
+    assert sum(map(len, catalog.neighbours.values())) > 0
+
+
 def losses(made: Rig) -> dict[str, float]:
     made.step()
     series = made.offload.gauges()["kvoffload_node_lost_blocks_total"]

@@ -35,4 +35,7 @@ def test_a_request_belongs_to_the_session_that_its_client_names(
         request.session_id = own_id
         scheduler.on_new_request(request)
         record = scheduler.offload.core.state.requests.live["r"]
-        assert (record.session, record.is_last_turn) == (session_number(session), is_last)
+        assert (record.session, record.is_last_turn) == (
+            0 if session is None else session_number(session),
+            is_last,
+        )

@@ -46,7 +46,8 @@ def test_after_a_kill_a_server_finds_what_the_killed_one_had_on_the_host(
                 settled(server)
                 assert server.post("/reset_prefix_cache") == {"success": True}
             before = server.metric(EXTERNAL_HITS)
-            check_same(ask(server, PROMPTS), answers)
+            # One at a time: the device has no room for all, and a request that vLLM preempts computes what it had found.
+            check_same(ask(server, PROMPTS, at_once=1), answers)
             hits.append(server.metric(EXTERNAL_HITS) - before)
             settled(server)
             server.kill()
