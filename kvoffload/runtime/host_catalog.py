@@ -377,7 +377,9 @@ class HostCatalog:
         self.adopted = len(self._blocks.slots)
         self._end = 1 + max([*self._unsettled, *self._blocks.slots.tolist()], default=-1)
         files = tuple(self._files[Rank(rank)].file_id for rank in range(self._ranks))
-        header = TableHeader(slots, files, reset=self._reset_name)
+        # Adopted blocks must count from the start: this process may be killed before it calls `identify`.
+        fingerprint = "" if left is None else left.header.fingerprint
+        header = TableHeader(slots, files, fingerprint, reset=self._reset_name)
         if self._is_trusted:
             self._table = HostTable.create(
                 self._claim.folder, header, self._blocks.left(header, self._unsettled)

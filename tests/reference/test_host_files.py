@@ -126,6 +126,25 @@ def indexed(made: Rig) -> dict[int, bytes]:
     return {int(slot): bytes(key) for key, slot in made.offload.state.pool.index.items()}
 
 
+def test_r20_an_engine_killed_while_it_adopts_blocks_leaves_them(
+    start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = start()
+    made.run(PROMPT)
+    before = indexed(made)
+    left = list[Path]()
+    identify = HostTable.identify
+
+    def killed_first(table: HostTable, fingerprint: str) -> None:
+        left.append(killed(shared_memory))
+        identify(table, fingerprint)
+
+    monkeypatch.setattr(HostTable, "identify", killed_first)
+    start()
+    monkeypatch.undo()
+    assert indexed(start(path=left[0])) == before
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_r20_an_engine_killed_in_the_middle_of_stores_leaves_its_other_blocks(
     start: StartEngine, shared_memory: Path, ranks: int
