@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from kvoffload.telemetry.policies import PolicyChoice
 from tests.vllm.engine_rig import MARKS, check_same, offloading, plain
 from tests.vllm.test_engine_equality import REQUESTS
 
 pytestmark = MARKS
 
 
-def test_a_store_policy_that_moves_under_traffic_changes_no_answer(tmp_path: Path) -> None:
+def test_a_store_policy_that_moves_under_traffic_changes_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PolicyChoice, "decide", lambda *_: None)  # only this test chooses
     with plain("qwen3", tmp_path, num_gpu_blocks_override=512) as rig:
         expected = rig.run(REQUESTS)
     with offloading("qwen3", tmp_path, 64, extra={"store_policy": "auto"}) as rig:
