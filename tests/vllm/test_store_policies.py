@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
+from typing import TYPE_CHECKING
 
 from kvoffload.telemetry.policies import PolicyChoice
 from tests.vllm.engine_rig import MARKS, check_same, offloading, plain
 from tests.vllm.test_engine_equality import REQUESTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
 
 pytestmark = MARKS
 
