@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
     "host_bytes": "#how-much-host-memory",
     "host_path": "host-memory.md",
+    "host_hugetlbfs": "host-memory.md#a-pool-of-huge-pages",
     "host_orphan_bytes": "host-memory.md#memory-of-stopped-engines",
     "verify": "#checksums",
     "disk_path": "disk.md",

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvoffload.cli.signals import HANDLED
+from tests.huge_pages import mounted
 
 # Property tests have no time limits, which would measure the machine and not the code.
 common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -43,6 +44,13 @@ def shared_memory() -> Iterator[Path]:
     """Yield an empty folder on a tmpfs."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
         yield Path(folder)
+
+
+@pytest.fixture
+def huge_pages() -> Iterator[Path]:
+    """Yield an empty folder on a hugetlbfs."""
+    with mounted() as folder:
+        yield folder
 
 
 @pytest.hookimpl(trylast=True)  # after Hypothesis has marked its tests

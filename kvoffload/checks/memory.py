@@ -5,20 +5,18 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Sequence
+from pathlib import Path
 
 from kvoffload.checks.check import Check, Finding, Setup, fail, ok, unknown, warn
 from kvoffload.checks.gpus import find_gpus
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError
-from kvoffload.node.folder import Kept, check_file_system, list_kept
+from kvoffload.node.file_systems import LARGER_POOL, LARGER_TMPFS, check_pages, check_tmpfs, free_bytes
+from kvoffload.node.folder import Kept, list_kept
 from kvoffload.transfer.host_memory import RESERVE, exceeded, memory_limits, preferred_node, read_file
 
 _SPARE = 10  # a tenth of the memory should stay free
 _LESS = "lower host_bytes, or free memory"
-_LARGER = (
-    "make the tmpfs larger (Docker: --shm-size; Kubernetes: the memory volume's sizeLimit; else: mount -o remount,size=...), "
-    "or lower host_bytes"
-)
 _CONTAINERS_DEFAULT = 64 * 2**20  # of /dev/shm in Docker and Kubernetes
 _GOOD_PAGE = 64 * 2**10
 # With fewer host blocks per device block, "eager" gets less than 80% of the hits that "lazy" gets.
@@ -46,6 +44,8 @@ def needed_bytes(setup: Setup) -> int:
 
 def _host_memory(setup: Setup) -> Finding:
     needed, before = needed_bytes(setup), _orphan_bytes(_kept(setup))
+    if setup.config.host_hugetlbfs is not None:
+        return ok(f'{size_text(needed)} come from the pool of huge pages, as "host path" says')
     limits = memory_limits(read_file)
     if not limits:
         return unknown("the available memory: /proc/meminfo cannot be read")
@@ -80,7 +80,7 @@ def _host_path(setup: Setup) -> Finding | None:
     if path is None:
         return None
     try:
-        check_file_system(path)
+        check_tmpfs(path)
     except ConfigError as error:
         return fail(str(error), "name a folder on a tmpfs in host_path")
     folder = next(one for one in (path, *path.absolute().parents) if one.exists())
@@ -88,6 +88,8 @@ def _host_path(setup: Setup) -> Finding | None:
         return fail(
             f"{folder} is not a folder in which this user can make files", "name another folder in host_path"
         )
+    if setup.config.host_hugetlbfs is not None:
+        return _page_pool(setup, setup.config.host_hugetlbfs)
     found = os.statvfs(folder)
     size, left = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     needed, before = needed_bytes(setup), _orphan_bytes(_kept(setup))
@@ -96,7 +98,22 @@ def _host_path(setup: Setup) -> Finding | None:
     if before:
         text += f" and {size_text(before)} of stopped engines, which the start adopts or removes"
     if needed > left + before:
-        return fail(f"{size_text(needed)} do not fit: {text}", _LARGER)
+        return fail(f"{size_text(needed)} do not fit: {text}", LARGER_TMPFS)
+    return ok(f"{size_text(needed)} fit: {text}")
+
+
+def _page_pool(setup: Setup, folder: Path) -> Finding:
+    """Compare what the engines need with what the pool of huge pages has left, as the start does."""
+    try:
+        check_pages(folder)
+    except ConfigError as error:
+        return fail(str(error), "name a folder on a hugetlbfs in host_hugetlbfs")
+    needed, left, before = needed_bytes(setup), free_bytes(folder), _orphan_bytes(_kept(setup))
+    text = f"the pool of {folder} has {size_text(left)} left"
+    if before:
+        text += f", and {size_text(before)} of stopped engines, which the start adopts or removes"
+    if needed > left + before:
+        return fail(f"{size_text(needed)} do not fit: {text}", LARGER_POOL)
     return ok(f"{size_text(needed)} fit: {text}")
 
 

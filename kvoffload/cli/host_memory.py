@@ -61,11 +61,12 @@ def _find(root: Path) -> list[Kept]:
         CommandError: `root` cannot be read.
         ConfigError: `root` is not on a tmpfs.
     """
-    from kvoffload.node.folder import check_file_system, list_kept
+    from kvoffload.node.file_systems import check_tmpfs
+    from kvoffload.node.folder import list_kept
 
     try:
         os.listdir(root)
-        check_file_system(root)
+        check_tmpfs(root)
     except OSError as error:
         problem = f"{root} cannot be read ({error.strerror}): give the path that the setting host_path names"
         raise CommandError(problem) from error
@@ -122,7 +123,7 @@ def _table(root: Path, found: Sequence[Kept]) -> Iterator[str]:
 
 
 def _sums(root: Path, found: Sequence[Kept]) -> Iterator[str]:
-    from kvoffload.node.folder import free_bytes
+    from kvoffload.node.file_systems import free_bytes
 
     left = f"its tmpfs has {size_text(free_bytes(root))} left"
     if not found:
@@ -141,7 +142,7 @@ def _removals(root: Path, removed: Sequence[Kept]) -> Iterator[str]:
 
 
 def _plain(root: Path, listed: Sequence[Kept], removed: Sequence[Kept]) -> dict[str, Any]:
-    from kvoffload.node.folder import free_bytes
+    from kvoffload.node.file_systems import free_bytes
     from kvoffload.telemetry.provenance import describe_process
 
     return {

@@ -124,6 +124,16 @@ def open_folder(path: Path, fingerprint: str = "") -> OpenFolder:
     return OpenFolder(path, _checked(path, _FOLDER, 0o700, None, str(path)), fingerprint)
 
 
+def open_file(path: Path, flags: int) -> int:
+    """Open a file in a folder that may belong to another user, and return its descriptor. See `OpenFolder.open`.
+
+    Raises:
+        DiskError: the file is not a plain file of this user, has other hard links, or others may write to it.
+        OSError: the file is missing or cannot be opened.
+    """
+    return _checked(path, flags, 0o600, None, str(path))
+
+
 def open_root(path: Path) -> OpenFolder:
     """Open a folder that may belong to another user, such as a mounted volume. Create the folder if it is missing."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

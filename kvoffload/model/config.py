@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
@@ -137,6 +137,13 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
             unset="memory that ends with the engine",
         ),
     ] = None
+    host_hugetlbfs: Annotated[
+        Folder | None,
+        _key(
+            "with host_path: folder on a hugetlbfs that has the memory itself, in huge pages",
+            unset="memory in host_path",
+        ),
+    ] = None
     host_keep: Annotated[Switch, _key("keep the files of host_path when the engine stops")] = True
     host_orphan_bytes: Annotated[
         Bytes | None,
@@ -262,9 +269,19 @@ def parse_config(raw: Mapping[str, object], ranks: int = 1, advice: str = ADVICE
     if "host_bytes" not in typed.keys() | guessed:
         missing = SETTINGS["host_bytes"]
         problems.append(f"host_bytes is missing: {missing.meaning}, {missing.allowed}; {advice}")
+    problems += _incomplete(values, typed)
     if problems:
         raise ConfigError(problems)
     return OffloadConfig(**_translated(raw, values, ranks))
+
+
+def _incomplete(values: Collection[str], typed: Collection[str]) -> list[str]:
+    """Return the problems of settings that need others, of those that were given."""
+    if "host_hugetlbfs" in values and "host_path" not in typed:
+        return [
+            "host_hugetlbfs needs host_path, a folder on a tmpfs that has the table of the blocks; set both"
+        ]
+    return []
 
 
 def _translated(raw: Mapping[str, object], values: dict[str, Any], ranks: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@
                 lock                 locked, shared, by all processes of the engine
                 owner.json           the engine, its processes, and those of the engine before
                 table                which block each slot holds; written by the scheduler's process
-                rank0, rank1, ...    each rank's slots (`kvoffload.transfer.host_file`)
+                rank0, rank1, ...    each rank's slots (`kvoffload.transfer.host_file`), or links to them on a hugetlbfs
 
 The files need no sync and no checksums of bytes: a tmpfs dies with the machine, and what a killed process has written
 to memory is there for all others. Engines of one kind read each other's tables and files. This package starts no threads.

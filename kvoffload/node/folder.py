@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,9 +15,10 @@ import msgspec
 
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_folder, open_root
+from kvoffload.disk.system import PAGE
 from kvoffload.logs import get_logger
-from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError, DiskError
+from kvoffload.node.file_systems import check_pages, check_tmpfs, page_bytes, remove_memory
 from kvoffload.node.processes import Process, may_run, this_process
 
 _CLAIMS, _LOCK, _OWNER = "claims", "lock", "owner.json"
@@ -28,7 +28,6 @@ _OURS = re.compile(r"lock|notes|(rank|sums)\d+|(owner\.json|identity\.json|table
 _LONGEST_OWNER = 2**20
 _TRIES, _PAUSE_S = 200, 0.05  # how often, and after which pause, a process tries to lock `claims`
 _LAST_TRIES = 20  # the same for a process that ends: engines wait only a few seconds for their workers
-_FILE_SYSTEM = "tmpfs"
 
 log = get_logger("host")
 
@@ -95,79 +94,40 @@ class HostPlace:
             identity, and so must later starts of the same engine.
         engine: names this life of the engine; the same text in all of its processes.
         identify: returns the identity of the engine's KV. It may wait for the engine's first step, and read all weights.
+        pages: the setting `host_hugetlbfs`.
     """
 
     root: Path
     kind: str
     engine: str
     identify: Callable[[], KVIdentity]
+    pages: Path | None = None
+
+    @property
+    def memory(self) -> Path:
+        """Return the folder on the file system that has the ranks' memory."""
+        return self.pages or self.root
+
+    @property
+    def page(self) -> int:
+        """Return how many bytes a page of the ranks' files has."""
+        return PAGE if self.pages is None else page_bytes(self.pages)
 
     def claim(self) -> Claim:
         """Lock the engine's folder. The first of its processes chooses: the fullest folder without an engine, or a new one.
 
         Raises:
-            ConfigError: `host_path` is not on a tmpfs, or cannot be used.
+            ConfigError: `host_path` is not on a tmpfs, or cannot be used, or `host_hugetlbfs` is not on a hugetlbfs.
         """
-        check_file_system(self.root)
+        check_tmpfs(self.root)
+        if self.pages is not None:
+            check_pages(self.pages)
         try:
             with open_root(self.root) as root, root.make(self.kind) as kind, _choosing(kind):
                 return _joined(kind, self.engine) or _taken_over(kind, self.engine)
         except (OSError, DiskError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError([f"host_path: {self.root / self.kind} cannot be used: {reason}"]) from error
-
-
-def check_file_system(root: Path) -> None:
-    """Check that host memory may lie in files below `root`, which need not exist yet.
-
-    Raises:
-        ConfigError: `root` is not on a tmpfs.
-    """
-    found = file_system_of(root)
-    if found is not None and found != _FILE_SYSTEM:
-        problem = (
-            f"host_path: {root} is on {found}; it must be on {_FILE_SYSTEM}, because host memory is in its files: name a "
-            "folder below /dev/shm, or mount one"
-        )
-        raise ConfigError([problem])
-
-
-def file_system_of(path: Path) -> str | None:
-    """Return the kind of file system that has `path`, or the nearest folder above that exists; None if it is not known."""
-    for each in (path.absolute(), *path.absolute().parents):
-        with suppress(OSError):
-            number = each.stat().st_dev
-            break
-    else:
-        return None
-    device = f"{os.major(number)}:{os.minor(number)}"
-    with suppress(OSError):
-        for line in Path("/proc/self/mountinfo").read_text().splitlines():
-            mount, _, rest = line.partition(" - ")
-            if mount.split()[2] == device:
-                return rest.split()[0]
-    return None
-
-
-def free_bytes(root: Path) -> int:
-    """Return how many bytes the file system of `root` has left."""
-    found = os.statvfs(root)
-    return found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize  # a tmpfs may have no limit
-
-
-def check_free(root: Path, needed: int) -> None:
-    """Check that the tmpfs of `host_path` has room.
-
-    Raises:
-        ConfigError: `needed` bytes do not fit.
-    """
-    if needed > (left := free_bytes(root)):
-        problem = (
-            f"host_path: the tmpfs of {root} has {size_text(left)} left, and host_bytes needs {size_text(needed)} more: make it "
-            "larger (Docker: --shm-size; Kubernetes: the memory volume's sizeLimit; else: mount -o remount,size=...), or lower "
-            "host_bytes"
-        )
-        raise ConfigError([problem])
 
 
 # -- claims ----------------------------------------------------------------------------------------------------------
@@ -366,7 +326,7 @@ def remove_files(folder: OpenFolder) -> None:
 
 def _unlink(folder: OpenFolder, names: Iterable[str]) -> None:
     for name in filter(_OURS.fullmatch, names):
-        folder.unlink(name)
+        remove_memory(folder, name)
 
 
 def make_room(place: HostPlace, is_needed: Callable[[], bool]) -> None:
@@ -406,5 +366,5 @@ def _bytes_in(path: Path) -> int:
     with suppress(OSError):
         for each in path.iterdir():
             with suppress(OSError):
-                total += 512 * each.lstat().st_blocks
+                total += 512 * each.stat().st_blocks  # of what a link leads to
     return total

@@ -11,10 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvoffload.disk.system import PAGE
 from kvoffload.model.config import OffloadConfig
 from kvoffload.model.errors import ConfigError, HostMemoryError
 from kvoffload.model.wire import SlotsFile, Tier, TierStatus
-from kvoffload.node.folder import HostPlace, check_free, free_bytes, make_room
+from kvoffload.node.file_systems import check_free, free_bytes
+from kvoffload.node.folder import HostPlace, make_room
 from kvoffload.node.table import table_bytes
 from kvoffload.runtime.handover import Offer, ask
 from kvoffload.transfer.arena import slots_in_chunk
@@ -136,15 +138,20 @@ def open_memory(
     """
     if place is None and ranks.sharing.ranks == 1:
         return RankMemory(_slots(config, ranks, layout))
-    shape = RankShape(ranks.sharing.first_of(ranks.rank), layout, slots_in_chunk(layout), config.verify)
     claim = None if place is None else place.claim()
     try:
+        page = PAGE if place is None else place.page
+        shape = RankShape(
+            ranks.sharing.first_of(ranks.rank), layout, slots_in_chunk(layout), config.verify, page
+        )
         if not ranks.opens_memory:
             return _received(ranks, shape, claim)
         if place is None or claim is None:
             file = make_host_file(shape, _slots(config, ranks, layout))
         else:
-            file = open_host_file(claim, shape, _slots_in_files(config, ranks, layout, place, claim))
+            file = open_host_file(
+                claim, shape, _slots_in_files(config, ranks, shape, place, claim), place.pages
+            )
         with closed_on_error(file.files):
             return RankMemory(file.slots, file, _offer(ranks, file))
     except BaseException:
@@ -158,15 +165,18 @@ def _slots(config: OffloadConfig, ranks: Ranks, layout: DeviceLayout, kept: int 
 
 
 def _slots_in_files(
-    config: OffloadConfig, ranks: Ranks, layout: DeviceLayout, place: HostPlace, claim: Claim
+    config: OffloadConfig, ranks: Ranks, shape: RankShape, place: HostPlace, claim: Claim
 ) -> int:
+    layout = shape.layout
     slots = config.host_bytes // ranks.copies // layout.slot_bytes
     # While the scheduler's process writes its table, that of the process before is still there.
-    size = ranks.checked_copies * slots * layout.slot_bytes + 2 * table_bytes(slots, ranks.count) - claim.size
+    size = ranks.checked_copies * shape.file_bytes(slots) + 2 * table_bytes(slots, ranks.count) - claim.size
+    # A pool of huge pages is apart from the memory that the system and its cgroups count.
+    from_pool = max(size, 0) if place.pages else 0
     if ranks.rank % ranks.local == 0:
-        make_room(place, lambda: not fits(size) or free_bytes(place.root) < size)
-    slots = _slots(config, ranks, layout, claim.size)
-    check_free(place.root, size)
+        make_room(place, lambda: not fits(size - from_pool) or free_bytes(place.memory) < size)
+    slots = _slots(config, ranks, layout, claim.size + from_pool)
+    check_free(place.root, place.pages, size)
     return slots
 
 

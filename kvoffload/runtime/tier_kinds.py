@@ -182,6 +182,7 @@ def _node_copies(place: HostPlace, worker: Worker) -> RankNode:
             layout,
             slots_in_chunk(layout),
             worker.config.verify,
+            place.page,
         ),
         worker.arena,
         worker.portal.new_executor("node", threads=NODE_THREADS),
@@ -292,7 +293,9 @@ def places_of(
     """
     found = {kind.state.tier: kind.place(config, identify, replica) for kind in KINDS}
     if engine is not None and config.host_path is not None:
-        found[Tier.HOST] = place = HostPlace(config.host_path, engine.kind, engine.life, identify)
+        found[Tier.HOST] = place = HostPlace(
+            config.host_path, engine.kind, engine.life, identify, config.host_hugetlbfs
+        )
         found[Tier.NODE] = place if config.node_share else None
     return {tier: place for tier, place in found.items() if place is not None}
 

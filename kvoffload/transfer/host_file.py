@@ -1,6 +1,6 @@
 """One rank's host memory in a file, which the next process of the same rank finds, or which several ranks share.
 
-    | header, 4 KiB: magic, shape, id, checksum | chunk 0 | chunk 1 | ...      sums0: checksums of the slots, with `verify`
+    | header, a page: magic, shape, id, checksum | chunk 0 | chunk 1 | ...     sums0: checksums of the slots, with `verify`
 
 The file has the arena's chunks, each at a fixed place, so that the bytes of a slot stay where they are if the next
 process has more or fewer slots. Only the last chunk can have fewer slots than the others; if their number changes, its
@@ -32,15 +32,17 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from kvoffload.disk.system import PAGE, round_up
+from kvoffload.disk.system import PAGE
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import ConfigError, DiskError, HostMemoryError
+from kvoffload.node.file_systems import open_memory_file, place_memory_file, remove_memory
 from kvoffload.node.table import ID_BYTES
 from kvoffload.transfer.layout import digest_of
 from kvoffload.transfer.runs import region_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -69,24 +71,37 @@ class RankShape:
         layout: the layout of the rank's blocks.
         chunk_slots: how many slots a chunk has.
         verify: the setting `verify`, on which the checksums depend.
+        page: bytes of a page of the file. Header and chunks begin with a page, so that chunks are pinned separately.
     """
 
     rank: int
     layout: DeviceLayout
     chunk_slots: int
     verify: str = "off"
+    page: int = PAGE
 
     @property
     def digest(self) -> bytes:
-        return xxh3_128_digest(digest_of(self.layout) + self.verify.encode())
+        return xxh3_128_digest(digest_of(self.layout) + f"{self.verify} {self.page}".encode())
 
     @property
     def pitch(self) -> int:
         """Return the number of bytes from the start of a chunk to the start of the next one."""
-        return round_up(self.chunk_bytes(self.chunk_slots))
+        return self.whole_pages(self.chunk_bytes(self.chunk_slots))
 
     def chunk_bytes(self, slots: int) -> int:
         return region_offsets(self.layout.page_bytes, slots)[-1]
+
+    def file_bytes(self, slots: int) -> int:
+        """Return the size of a file with this number of slots."""
+        return self.start(slots) + self.whole_pages(self.chunk_bytes(slots % self.chunk_slots))
+
+    def start(self, slot: int) -> int:
+        """Return where a slot's chunk begins."""
+        return self.page + slot // self.chunk_slots * self.pitch
+
+    def whole_pages(self, size: int) -> int:
+        return -(-size // self.page) * self.page
 
 
 class _Found(msgspec.Struct, frozen=True):
@@ -121,7 +136,7 @@ class HostFile:
         self._found = found
         self._claim = claim
         self.files = files
-        self._memory = mmap.mmap(files[0], _size(shape, found.slots))
+        self._memory = mmap.mmap(files[0], shape.file_bytes(found.slots))
         advise(self._memory)
         sums = mmap.mmap(files[1], 8 * found.slots) if len(files) > 1 else None
         self.sums: NDArray[np.uint64] | None = None if sums is None else np.frombuffer(sums, np.uint64)
@@ -133,6 +148,11 @@ class HostFile:
         return self._claim is not None
 
     @property
+    def is_set_aside(self) -> bool:
+        """Return whether the system has set the memory aside for this file already, in a pool of huge pages."""
+        return self.shape.page > PAGE
+
+    @property
     def text(self) -> bytes:
         """Return the text to pass to ranks that share the file."""
         return msgspec.msgpack.encode(self._found)
@@ -140,7 +160,8 @@ class HostFile:
     def begin(self) -> None:
         """Give the file its new id: copies may change its bytes from now on. Calling it again does nothing."""
         if not self._has_begun:
-            os.pwrite(self.files[0], _header(self.shape, self.slots, self.slots, self.id).packed(), 0)
+            header = _header(self.shape, self.slots, self.slots, self.id).packed()
+            self._memory[: len(header)] = header
             self._has_begun = True
 
     def take(self, first: int, size: int) -> int:
@@ -153,15 +174,15 @@ class HostFile:
         Raises:
             HostMemoryError: the file system is full.
         """
-        start = self._start(first)
-        size = round_up(size)  # of whole pages, on which the next chunk begins
+        start = self.shape.start(first)
+        size = self.shape.whole_pages(size)
         try:
             if not (is_there := self.has(first, size)):
                 os.posix_fallocate(self.files[0], start, size)
         except OSError as error:
             if error.errno not in _FULL:
                 raise HostMemoryError(f"the file of host memory cannot grow: {error.strerror}") from error
-            where = "shared memory" if self._claim is None else "the tmpfs of host_path"
+            where = "shared memory" if self._claim is None else "the file system of host memory"
             raise HostMemoryError(
                 f"{where} has no room for {size} more bytes: make it larger, or lower host_bytes"
             ) from error
@@ -170,16 +191,13 @@ class HostFile:
 
     def has(self, first: int, size: int) -> bool:
         """Return whether the memory of a chunk is there, left by an earlier process."""
-        return self._start(first) + size <= self._found.end
-
-    def _start(self, first: int) -> int:
-        return PAGE + first // self.shape.chunk_slots * self.shape.pitch
+        return self.shape.start(first) + size <= self._found.end
 
     def remove(self) -> None:
         """Remove the file's name, if it has one. The memory stays until no process maps it."""
         if self._claim is not None:
             for name in (file_name(self.shape.rank), sums_name(self.shape.rank)):
-                self._claim.folder.unlink(name)
+                remove_memory(self._claim.folder, name)
 
     def close(self, *, may_still_write: bool) -> None:
         """Close the file and unlock the folder. Mapped memory stays until its last user ends.
@@ -228,10 +246,16 @@ class FileHeader(NamedTuple):
         return (packed + _SUM.pack(xxh3_64_intdigest(packed))).ljust(PAGE, b"\0")
 
 
-def open_host_file(claim: Claim, shape: RankShape, slots: int) -> HostFile:
+def open_host_file(claim: Claim, shape: RankShape, slots: int, pages: Path | None = None) -> HostFile:
     """Open a rank's file in its engine's folder, which `HostFile.close` unlocks. Create a missing file.
 
     A file for other blocks is replaced, and a line in the log says so.
+
+    Args:
+        claim: the engine's folder.
+        shape: the shape of the rank's slots.
+        slots: how many slots the rank wants.
+        pages: the folder on a hugetlbfs that has the file itself; None for a file in the engine's folder.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -239,32 +263,35 @@ def open_host_file(claim: Claim, shape: RankShape, slots: int) -> HostFile:
     folder, name, files = claim.folder, file_name(shape.rank), list[int]()
     try:
         with closed_on_error(files):
-            return _opened(claim, shape, slots, files)
+            return _opened(claim, shape, slots, pages, files)
     except (OSError, DiskError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError([f"host_path: {folder.path / name} cannot be used: {reason}"]) from error
 
 
-def _opened(claim: Claim, shape: RankShape, slots: int, files: list[int]) -> HostFile:
+def _opened(claim: Claim, shape: RankShape, slots: int, pages: Path | None, files: list[int]) -> HostFile:
     """Open a rank's file and its checksums, and add their descriptors to `files`."""
     folder, name = claim.folder, file_name(shape.rank)
-    descriptor = folder.open(name, os.O_RDWR | os.O_CREAT)
+    if place_memory_file(folder, name, pages):
+        log.warning("host_memory_replaced", file=str(folder.path / name), reason="host_hugetlbfs is another")
+    descriptor = open_memory_file(folder, name, os.O_RDWR | os.O_CREAT)
     files.append(descriptor)
     found = _read_header(folder, name, descriptor, shape)
-    # until the bytes are in their places, no table counts
-    os.pwrite(descriptor, _header(shape, 0, 0, _NO_ID).packed(), 0)
-    kept, moves, previous = 0, 0, b""
     if found is None:
-        os.ftruncate(descriptor, PAGE)
-    else:
+        os.ftruncate(descriptor, 0)
+        os.ftruncate(descriptor, shape.page)
+    # until the bytes are in their places, no table counts
+    _write(descriptor, shape.page, 0, _header(shape, 0, 0, _NO_ID).packed())
+    kept, moves, previous = 0, 0, b""
+    if found is not None:
         kept, moves, previous = min(found.kept, slots), found.moves + (found.slots != slots), found.id
         _move_last_chunk(descriptor, shape, found.slots, slots)
-    os.ftruncate(descriptor, _size(shape, slots))
-    end = os.lseek(descriptor, 0, os.SEEK_HOLE)
+    os.ftruncate(descriptor, shape.file_bytes(slots))
+    end = _end(descriptor, shape.page)
     if shape.verify != "off":
         files.append(folder.open(sums_name(shape.rank), os.O_RDWR | os.O_CREAT))
         os.posix_fallocate(files[1], 0, max(8 * slots, os.fstat(files[1]).st_size))
-    os.pwrite(descriptor, _header(shape, slots, kept, previous or _NO_ID, moves).packed(), 0)
+    _write(descriptor, shape.page, 0, _header(shape, slots, kept, previous or _NO_ID, moves).packed())
     return HostFile(shape, _Found(shape.digest, slots, _new_id(), previous, kept, end), files, claim)
 
 
@@ -272,7 +299,7 @@ def make_host_file(shape: RankShape, slots: int) -> HostFile:
     """Return a new file without a name, for ranks that share it."""
     files = [os.memfd_create("kvoffload")]
     with closed_on_error(files):
-        os.ftruncate(files[0], _size(shape, slots))
+        os.ftruncate(files[0], shape.file_bytes(slots))
         if shape.verify != "off":
             files.append(os.memfd_create("kvoffload-sums"))
             os.ftruncate(files[1], 8 * slots)
@@ -319,10 +346,6 @@ def sums_name(rank: int) -> str:
     return f"sums{rank}"
 
 
-def _size(shape: RankShape, slots: int) -> int:
-    return PAGE + -(-slots // shape.chunk_slots) * shape.pitch
-
-
 def _header(shape: RankShape, slots: int, kept: int, file_id: bytes, moves: int = 0) -> FileHeader:
     return FileHeader(shape.rank, shape.chunk_slots, slots, kept, moves, shape.digest, file_id)
 
@@ -333,7 +356,7 @@ def _read_header(folder: OpenFolder, name: str, descriptor: int, shape: RankShap
     if not size:
         return None
     found = FileHeader.read(descriptor)
-    is_whole = found is not None and size >= _size(shape, found.slots)
+    is_whole = found is not None and size >= shape.file_bytes(found.slots)
     if found is not None and is_whole and found == _header(shape, *found[2:4], found.id, found.moves):
         return found if found.id != _NO_ID else None
     path = str(folder.path / name)
@@ -352,7 +375,7 @@ def _move_last_chunk(descriptor: int, shape: RankShape, had: int, wanted: int) -
     before, after = [min(shape.chunk_slots, slots - chunk * shape.chunk_slots) for slots in (had, wanted)]
     if before == after:
         return
-    start, sizes = PAGE + chunk * shape.pitch, shape.layout.page_bytes
+    start, sizes = shape.start(chunk * shape.chunk_slots), shape.layout.page_bytes
     data = os.pread(descriptor, shape.chunk_bytes(before), start).ljust(shape.chunk_bytes(before), b"\0")
     sources, targets = region_offsets(sizes, before), region_offsets(sizes, after)
     moved = bytearray(targets[-1])
@@ -360,7 +383,24 @@ def _move_last_chunk(descriptor: int, shape: RankShape, had: int, wanted: int) -
         length = min(before, after) * size
         moved[target : target + length] = data[source : source + length]
     os.ftruncate(descriptor, start)
-    os.pwrite(descriptor, moved, start)
+    os.ftruncate(descriptor, start + shape.whole_pages(len(moved)))
+    _write(descriptor, shape.page, start, moved)
+
+
+def _write(descriptor: int, page: int, start: int, data: bytes | bytearray) -> None:
+    """Write to pages of a file, which has them. A hugetlbfs accepts no write(2)."""
+    os.posix_fallocate(
+        descriptor, start, len(data)
+    )  # raises an error where a write to mapped memory would be fatal
+    with mmap.mmap(descriptor, -(-len(data) // page) * page, offset=start) as memory:
+        memory[: len(data)] = data
+
+
+def _end(descriptor: int, page: int) -> int:
+    """Return where the memory ends that is there. A hugetlbfs finds no holes, but chunks become present in order."""
+    if page == PAGE:
+        return os.lseek(descriptor, 0, os.SEEK_HOLE)
+    return 512 * os.fstat(descriptor).st_blocks
 
 
 def advise(memory: mmap.mmap) -> None:

@@ -139,7 +139,7 @@ class MmapAllocator:
         # Ranks and engines that start together all count the same memory as free. Without a check before each chunk,
         # the kernel could run out of memory and kill one of them.
         left = available_bytes(self.read)
-        is_new = self.file is None or not self.file.has(first, size)
+        is_new = self.file is None or not (self.file.is_set_aside or self.file.has(first, size))
         if is_new and left is not None and left < size + RESERVE:
             raise HostMemoryError(
                 f"{left} bytes are left on this machine or in this process's cgroup; {size} more would leave others less "

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvoffload.disk.open_folder import open_folder
-from kvoffload.disk.system import PAGE
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import NodeLoss
 from kvoffload.model.errors import DiskError
 from kvoffload.model.wire import Tier
+from kvoffload.node.file_systems import open_memory_file
 from kvoffload.node.neighbour import TableFile, read_numbers
 from kvoffload.node.resets import last_reset
 from kvoffload.node.table import NotATable
@@ -283,7 +283,7 @@ class _Memory:
             raise Gone("the slots were cut off")
         chunk, place = divmod(first, self.shape.chunk_slots)
         in_chunk = min(self.shape.chunk_slots, self.header.slots - chunk * self.shape.chunk_slots)
-        start, sizes = PAGE + chunk * self.shape.pitch, self.shape.layout.page_bytes
+        start, sizes = self.shape.start(first), self.shape.layout.page_bytes
         starts = region_offsets(sizes, in_chunk)[:-1]
         for offset, page, address in zip(starts, sizes, addresses, strict=True):
             size = count * page
@@ -328,7 +328,7 @@ def _opened(kind: OpenFolder, target: NodeSlot, shape: RankShape) -> Iterator[_M
     with open_folder(kind.path / target.engine) as folder:
         table = TableFile.open(folder)
         try:
-            descriptor = folder.open(file_name(shape.rank), os.O_RDONLY)
+            descriptor = open_memory_file(folder, file_name(shape.rank), os.O_RDONLY)
             try:
                 header = FileHeader.read(descriptor)
                 if header is None or not _is_meant(table, header, target, shape):
@@ -353,7 +353,7 @@ def read_shapes(folder: OpenFolder, table: TableHeader, sharers: int) -> list[tu
     """
     found = list[tuple[int, bytes]]()
     for rank, file_id in [*enumerate(table.files)][::sharers]:
-        descriptor = folder.open(file_name(rank), os.O_RDONLY)
+        descriptor = open_memory_file(folder, file_name(rank), os.O_RDONLY)
         try:
             header = FileHeader.read(descriptor)
         finally:

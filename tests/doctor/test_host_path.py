@@ -85,6 +85,15 @@ def test_the_tmpfs_must_have_room(
     assert said in found[1]
 
 
+def test_huge_pages_must_be_in_the_pool(shared_memory: Path, huge_pages: Path, tmp_path: Path) -> None:
+    known: dict[str, Any] = {"host_path": shared_memory, "host_hugetlbfs": huge_pages}
+    for size, verdict, said in ((64 * MIB, "ok", "64.0 MiB fit: the pool of "), (GIB, "error", "do not fit")):
+        found = ask(memory.CHECKS, "host path", setup(host_bytes=size, **known), machine(tmp_path))
+        assert (found[0], said in found[1]) == (verdict, True)
+    found = ask(memory.CHECKS, "host memory", setup(host_bytes=GIB, **known), machine(tmp_path))
+    assert (found[0], "from the pool of huge pages" in found[1]) == ("ok", True)
+
+
 def test_memory_of_stopped_engines_counts_as_room_and_that_of_running_ones_does_not(
     shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from kvoffload.model.engine import Promises
 from kvoffload.model.errors import ConfigError
 
 GIVEN = {"host_bytes": 2**20}
+PATHS = ("host_path", "host_hugetlbfs", "disk_path", "tier_key_file", "journal_path")
 
 
 def problems(raw: dict) -> tuple[str, ...]:
@@ -52,6 +53,7 @@ def test_host_memory_has_no_default_and_the_error_says_what_to_give(raw: dict) -
 RAW = {  # a value for each setting
     "host_bytes": "2GiB",
     "host_path": "/dev/shm/kvoffload",
+    "host_hugetlbfs": "/dev/hugepages",
     "host_keep": False,
     "host_orphan_bytes": "1GiB",
     "node_share": False,
@@ -82,7 +84,7 @@ def test_every_setting_can_be_set() -> None:
     assert list(RAW) == list(SETTINGS)
     assert set(ALIASES.values()) <= set(SETTINGS)
     sizes = {"host_bytes": 2**31, "host_orphan_bytes": 2**30, "disk_bytes": 2**40, "journal_max_bytes": 2**26}
-    paths = {key: Path(str(RAW[key])) for key in ("host_path", "disk_path", "tier_key_file", "journal_path")}
+    paths = {key: Path(str(RAW[key])) for key in PATHS}
     assert asdict(parse_config(RAW)) == {**RAW, **sizes, **paths}
 
 
@@ -92,6 +94,7 @@ def test_every_setting_is_described_with_its_default() -> None:
     defaults = {
         "host_bytes": "must be given",
         "host_path": "memory that ends with the engine",
+        "host_hugetlbfs": "memory in host_path",
         "host_orphan_bytes": "host_bytes and an eighth",
         "min_load_tokens": "one block",
         "disk_bytes": "64.0 GiB",
@@ -189,6 +192,7 @@ BAD: dict[str, list[object]] = {
     "journal_path": ["", "a\0b", 3, None, b"x"],
     "journal_max_bytes": [0, "much", None],
     "host_path": ["", "a\0b", 3, None],
+    "host_hugetlbfs": ["", 3, None],
     "host_keep": ["no", 0, None],
     "host_share": ["no", 0, None],
     "host_orphan_bytes": [0, "lots", None],
@@ -320,8 +324,8 @@ HUGE = {
 @pytest.mark.parametrize("key", [*SETTINGS, *ALIASES])
 @pytest.mark.parametrize("value", HUGE.values(), ids=HUGE)
 def test_no_value_is_too_large_or_too_deep_to_be_refused(key: str, value: object) -> None:
-    if key in ("host_path", "journal_path", "disk_path", "tier_key_file") and isinstance(value, str):
-        assert getattr(parse_config({**GIVEN, key: value}), key) == Path(value)
+    if key in PATHS and isinstance(value, str):
+        assert getattr(parse_config({**GIVEN, "host_path": "/dev/shm", key: value}), key) == Path(value)
         return
     (problem,) = problems({**without(ALIASES.get(key, key)), key: value})
     assert problem.startswith(f"{key} is ")
@@ -333,6 +337,11 @@ def test_no_key_is_too_large_to_be_refused(key: object) -> None:
     (problem,) = problems({**GIVEN, key: 1})
     assert problem.startswith("unknown key ")
     assert len(problem) < 700
+
+
+def test_huge_pages_need_a_folder_for_the_table() -> None:
+    (problem,) = problems({**GIVEN, "host_hugetlbfs": "/dev/hugepages"})
+    assert problem.startswith("host_hugetlbfs needs host_path, ")
 
 
 @pytest.mark.parametrize("raw", [None, 3, "host_bytes", ["host_bytes"], [["host_bytes", 1]], True])

@@ -16,16 +16,8 @@ from kvoffload.disk.identity import KVIdentity
 from kvoffload.disk.open_folder import OpenFolder
 from kvoffload.model.errors import ConfigError
 from kvoffload.node import folder
-from kvoffload.node.folder import (
-    Claim,
-    HostPlace,
-    bound_orphans,
-    check_free,
-    free_bytes,
-    list_kept,
-    make_room,
-    remove_kept,
-)
+from kvoffload.node.file_systems import check_free, free_bytes
+from kvoffload.node.folder import Claim, HostPlace, bound_orphans, list_kept, make_room, remove_kept
 from kvoffload.node.processes import Process, may_run, this_process
 from tests.captured_logs import capture_logs
 
@@ -242,14 +234,16 @@ def test_memory_whose_kind_another_process_has_locked_is_not_left_out_silently(
 
 
 def test_a_tmpfs_without_a_limit_has_room(shared_memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096))
-    check_free(shared_memory, 2**60)
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_blocks=0, f_bavail=0, f_frsize=4096, f_bsize=4096)
+    )
+    check_free(shared_memory, None, 2**60)
 
 
 def test_a_tmpfs_that_is_too_small_is_an_error_that_says_how_to_enlarge_it(shared_memory: Path) -> None:
-    check_free(shared_memory, free_bytes(shared_memory) // 2)
+    check_free(shared_memory, None, free_bytes(shared_memory) // 2)
     with pytest.raises(ConfigError, match=r"the tmpfs of .* has .* left, and host_bytes needs .* --shm-size"):
-        check_free(shared_memory, free_bytes(shared_memory) * 2)
+        check_free(shared_memory, None, free_bytes(shared_memory) * 2)
 
 
 # -- processes -------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from kvoffload.model.errors import ConfigError, DiskError
 from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
 from kvoffload.model.ids import SlotId
 from kvoffload.model.wire import Tier
+from kvoffload.node.folder import list_kept, remove_kept
 from kvoffload.node.table import HostTable, boot_id, table_bytes
 from kvoffload.runtime import host_catalog
 from kvoffload.runtime.host_catalog import HostCatalog
@@ -582,7 +583,7 @@ def test_a_tmpfs_with_room_for_the_slots_and_not_for_their_table_is_refused(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     room = 200 * slot_bytes("full")
-    monkeypatch.setattr("kvoffload.node.folder.free_bytes", lambda root: room)
+    monkeypatch.setattr("kvoffload.node.file_systems.free_bytes", lambda root: room)
     with pytest.raises(ConfigError, match=r"host_path: the tmpfs of .* has .* left, and host_bytes needs"):
         start()
     room += 2 * table_bytes(200, 1)
@@ -637,3 +638,65 @@ def test_a_tmpfs_that_fills_up_while_memory_grows_leaves_the_slots_that_are_read
     assert made.offload.state.pool.capacity == 32
     made.run(PROMPT)
     made.assert_clean()
+
+
+# -- memory in huge pages ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("verify", ["off", "full"])
+def test_the_next_engine_finds_blocks_in_huge_pages(
+    start: StartEngine, huge_pages: Path, ranks: int, verify: str
+) -> None:
+    extra = {"verify": verify, "host_hugetlbfs": huge_pages}
+    made = start(ranks=ranks, extra=extra)
+    made.run(PROMPT)
+    made.forget_device()
+    before = loaded(made)
+    assert before > 0
+    for host_blocks in (200, 190, 200):
+        assert loaded(start(ranks=ranks, extra=extra, host_blocks=host_blocks)) == before
+    assert len(os.listdir(huge_pages)) == ranks
+
+
+@pytest.mark.parametrize("into_pages", [True, False])
+def test_memory_that_moves_into_huge_pages_or_out_begins_empty_and_leaves_nothing(
+    start: StartEngine, huge_pages: Path, into_pages: bool
+) -> None:
+    both = [NONE, {"host_hugetlbfs": huge_pages}]
+    before, after = both if into_pages else reversed(both)
+    start(extra=before).run(PROMPT)
+    with capture_logs() as logs:
+        made = start(extra=after)
+    assert [line["reason"] for line in logs if line["event"] == "host_memory_replaced"] == [
+        "host_hugetlbfs is another"
+    ]
+    assert loaded(made) == 0
+    assert len(os.listdir(huge_pages)) == into_pages
+
+
+def test_removed_memory_gives_its_huge_pages_back(
+    start: StartEngine, shared_memory: Path, huge_pages: Path
+) -> None:
+    start(extra={"host_hugetlbfs": huge_pages})
+    start(path=shared_memory / "other")  # ends the engine before
+    (kept,) = list_kept(shared_memory)
+    assert kept.size > 200 * slot_bytes("full")
+    assert remove_kept(kept)
+    assert os.listdir(huge_pages) == []
+
+
+def test_a_pool_of_huge_pages_that_is_too_small_is_an_error_that_says_how_to_enlarge_it(
+    start: StartEngine, huge_pages: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"the pool of .* has 2\d\d\.\d MiB left.*vm\.nr_hugepages"):
+        start(extra={"host_hugetlbfs": huge_pages}, host_blocks=2**30 // slot_bytes("full"))
+
+
+@pytest.mark.parametrize("is_missing", [True, False])
+def test_a_folder_that_is_not_on_a_hugetlbfs_is_an_error(
+    start: StartEngine, tmp_path: Path, is_missing: bool
+) -> None:
+    folder = tmp_path / "missing" if is_missing else tmp_path
+    with pytest.raises(ConfigError, match="No such file" if is_missing else "must be on hugetlbfs"):
+        start(extra={"host_hugetlbfs": folder})

@@ -141,6 +141,17 @@ def test_an_engine_finds_what_another_one_holds(
     assert losses(second) == {}
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_engines_read_each_others_memory_in_huge_pages(
+    huge_pages: Path, engines: Engines, ranks: int
+) -> None:
+    first, second = [engines.start(ranks=ranks, host_hugetlbfs=huge_pages, verify="full") for _ in range(2)]
+    first.run(PROMPT)
+    look(second)
+    assert fetched(second) == BLOCKS
+    assert losses(second) == {}
+
+
 def test_each_engine_finds_what_any_other_one_holds_and_what_it_fetched_is_its_own(engines: Engines) -> None:
     made = [engines.start(host_blocks=200 + 30 * number) for number in range(3)]
     prompts = [text(seed, 10 * BLOCK) for seed in range(3)]

@@ -19,7 +19,7 @@ import pytest
 from tests.tooling.pages import PAGES, blocks
 from tests.tooling.scripts import ROOT
 
-NEEDS = {"a GPU", "a cluster", "a package index", "Docker", "SGLang", "vLLM"}
+NEEDS = {"a GPU", "a cluster", "a package index", "Docker", "SGLang", "root", "vLLM"}
 # The README's commands install packages, so tests/install/test_bare.py runs them in a separate environment.
 RUN = [page for page in PAGES if page != ROOT / "README.md" and any(not one.needs for one in blocks(page))]
 assert {"check.md", "watch.md"} <= {page.name for page in RUN}

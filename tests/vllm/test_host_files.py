@@ -25,14 +25,22 @@ def wait_until_adopted(rig: Rig) -> None:
         rig.run({"opens": Asked((1, 2, 3), 1)})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "in_pool"), [*[(kind, False) for kind in KINDS], ("qwen3", True)])
 def test_the_next_engine_finds_what_the_host_had(
-    kind: checkpoints.Kind, shared_memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: checkpoints.Kind,
+    in_pool: bool,
+    shared_memory: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.setattr("kvoffload_vllm.kv_identity.process_began_ns", time.time_ns)
+    extra = {"host_path": str(shared_memory)}
+    if in_pool:
+        extra["host_hugetlbfs"] = str(request.getfixturevalue("huge_pages"))
     answers: dict[str, Reported] = {}
     for life in range(2):
-        with offloading(kind, tmp_path, HOST_BLOCKS[kind], extra={"host_path": str(shared_memory)}) as rig:
+        with offloading(kind, tmp_path, HOST_BLOCKS[kind], extra=extra) as rig:
             wait_until_adopted(rig)
             found = rig.run(PROMPTS)
             if life:

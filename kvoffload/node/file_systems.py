@@ -1,0 +1,186 @@
+"""The file systems that have host memory: a tmpfs has all files of `host_path`, or a hugetlbfs has the ranks' memory.
+
+A hugetlbfs accepts no write(2), no symbolic links and only sizes of whole huge pages. So a rank's file is there under a
+random name, and a link in the engine's folder on the tmpfs leads to it:
+
+    host_path/<kind>/0/rank0  ─▶  host_hugetlbfs/<random>
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvoffload.disk.open_folder import open_file
+from kvoffload.model.config import size_text
+from kvoffload.model.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvoffload.disk.open_folder import OpenFolder
+
+LARGER_TMPFS = (
+    "make it larger (Docker: --shm-size; Kubernetes: the memory volume's sizeLimit; else: mount -o remount,size=...), or lower "
+    "host_bytes"
+)
+LARGER_POOL = "make it larger (sysctl vm.nr_hugepages=...), or lower host_bytes"
+"""What to do if the memory does not fit."""
+
+_TMPFS, _HUGETLBFS = "tmpfs", "hugetlbfs"
+_RANDOM = re.compile(r"[0-9a-f]{32}")
+_LARGEST = 2 * 2**20  # bytes of a huge page; of larger ones, each chunk would waste most
+
+
+def file_system_of(path: Path) -> str | None:
+    """Return the kind of file system that has `path`, or the nearest folder above that exists; None if it is not known."""
+    for each in (path.absolute(), *path.absolute().parents):
+        with suppress(OSError):
+            number = each.stat().st_dev
+            break
+    else:
+        return None
+    device = f"{os.major(number)}:{os.minor(number)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            mount, _, rest = line.partition(" - ")
+            if mount.split()[2] == device:
+                return rest.split()[0]
+    return None
+
+
+def check_tmpfs(root: Path) -> None:
+    """Check that files of host memory may lie below `root`, which need not exist yet.
+
+    Raises:
+        ConfigError: `root` is not on a tmpfs.
+    """
+    found = file_system_of(root)
+    if found is not None and found != _TMPFS:
+        instead = "name it in host_hugetlbfs, and " if found == _HUGETLBFS else ""
+        problem = (
+            f"host_path: {root} is on {found}; it must be on {_TMPFS}, because host memory is in its files: {instead}name a "
+            "folder below /dev/shm, or mount one"
+        )
+        raise ConfigError([problem])
+
+
+def check_pages(folder: Path) -> None:
+    """Check that a folder can have the ranks' memory in huge pages.
+
+    Raises:
+        ConfigError: it is missing, not on a hugetlbfs, or its pages are too large.
+    """
+    try:
+        page = page_bytes(folder)
+    except OSError as error:
+        raise ConfigError([f"host_hugetlbfs: {folder} cannot be used: {error.strerror}"]) from error
+    found = file_system_of(folder)
+    if found is not None and found != _HUGETLBFS:
+        raise ConfigError(
+            [f"host_hugetlbfs: {folder} is on {found}; it must be on {_HUGETLBFS}, such as /dev/hugepages"]
+        )
+    if page > _LARGEST:
+        problem = (
+            f"host_hugetlbfs: {folder} has pages of {size_text(page)}; they may have at most {size_text(_LARGEST)}: mount it "
+            "with pagesize=2M"
+        )
+        raise ConfigError([problem])
+
+
+def page_bytes(folder: Path) -> int:
+    """Return how many bytes a page of the file system of `folder` has.
+
+    Raises:
+        OSError: the folder is missing.
+    """
+    return os.statvfs(folder).f_bsize
+
+
+def free_bytes(root: Path) -> int:
+    """Return how many bytes the file system of `root` has left. A hugetlbfs has those of the system's pool of pages."""
+    found = os.statvfs(root)
+    left = found.f_bavail * found.f_frsize if found.f_blocks else sys.maxsize  # there may be no limit
+    return min(left, _pool_bytes(found.f_bsize)) if file_system_of(root) == _HUGETLBFS else left
+
+
+def _pool_bytes(page: int) -> int:
+    """Return how many bytes the system's pool of huge pages of this size has left; without limit if it does not say."""
+    pool = Path(f"/sys/kernel/mm/hugepages/hugepages-{page // 1024}kB")
+    try:
+        free, reserved, most, extra = [
+            int((pool / name).read_text())
+            for name in ("free_hugepages", "resv_hugepages", "nr_overcommit_hugepages", "surplus_hugepages")
+        ]
+    except (OSError, ValueError):
+        return sys.maxsize
+    return (free - reserved + max(most - extra, 0)) * page
+
+
+def check_free(root: Path, pages: Path | None, needed: int) -> None:
+    """Check that the file system that has the ranks' memory has room.
+
+    Args:
+        root: the setting `host_path`.
+        pages: the setting `host_hugetlbfs`.
+        needed: bytes of memory.
+
+    Raises:
+        ConfigError: `needed` bytes do not fit.
+    """
+    if needed <= (left := free_bytes(pages or root)):
+        return
+    where, remedy = f"host_hugetlbfs: the pool of {pages}", LARGER_POOL
+    if pages is None:
+        where, remedy = f"host_path: the tmpfs of {root}", LARGER_TMPFS
+    problem = f"{where} has {size_text(left)} left, and host_bytes needs {size_text(needed)} more: {remedy}"
+    raise ConfigError([problem])
+
+
+# -- the files of ranks ------------------------------------------------------------------------------------------------
+
+
+def open_memory_file(folder: OpenFolder, name: str, flags: int) -> int:
+    """Open a rank's file, in the engine's folder or where its link leads.
+
+    Raises:
+        DiskError: the file is not a plain file of this user.
+        OSError: the file is missing or cannot be opened.
+    """
+    target = _target(folder, name)
+    return folder.open(name, flags) if target is None else open_file(target, flags)
+
+
+def place_memory_file(folder: OpenFolder, name: str, pages: Path | None) -> bool:
+    """Decide where a rank's file is, if it is missing; return whether one was elsewhere, and is removed.
+
+    Args:
+        folder: the engine's folder.
+        name: the file's name.
+        pages: the folder on a hugetlbfs; None for the engine's folder.
+    """
+    target = _target(folder, name)
+    is_elsewhere = name in os.listdir(folder.descriptor) and pages != (target and target.parent)
+    if is_elsewhere:
+        remove_memory(folder, name)
+    if pages is not None and (target is None or is_elsewhere):
+        os.symlink(pages / secrets.token_hex(16), name, dir_fd=folder.descriptor)
+    return is_elsewhere
+
+
+def remove_memory(folder: OpenFolder, name: str) -> None:
+    """Remove a file of an engine's folder if it exists, and the memory to which it leads."""
+    target = _target(folder, name)
+    if target is not None and _RANDOM.fullmatch(target.name):
+        target.unlink(missing_ok=True)
+    folder.unlink(name)
+
+
+def _target(folder: OpenFolder, name: str) -> Path | None:
+    """Return where a link in an engine's folder leads; None for a file and for a missing name."""
+    with suppress(OSError):
+        return Path(os.readlink(name, dir_fd=folder.descriptor))
+    return None
