@@ -36,7 +36,7 @@ ON_SGLANG = PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(SGLANG)
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hints bench-hooks bench-node bench-policies bench-queue bench-remote bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hints bench-hooks bench-node bench-policies bench-queue bench-remote bench-restart bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
 .DELETE_ON_ERROR:
 
 help:
@@ -193,6 +193,9 @@ bench-queue: venv vllm-env  ## the same while 10,000 requests wait
 
 bench-remote: venv  ## time the remote tier, and a store that hangs
 	@$(BENCH) remote $(ARGS)
+
+bench-restart: venv vllm-env  ## time a vllm serve that is killed and starts again
+	@$(VLLM_BENCH) restart $(ARGS)
 
 bench-scale: venv  ## time lookups and measure memory of many slots
 	@$(BENCH) scale $(ARGS)

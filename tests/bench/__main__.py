@@ -23,6 +23,7 @@ BENCHES = (
     "policies",
     "queue",
     "remote",
+    "restart",
     "scale",
     "serve",
     "trace",

@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvoffload.checks.options import positive
+from kvoffload.model.wire import Tier
 from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out
 from tests.bench.vllm_engines import kv_transfer, require_vllm
@@ -156,7 +157,7 @@ class Side:
         ):
             serve(llm, [1, 2, 3])
             connector = engines.scheduler_of(llm).connector
-            while self.name == OURS and not connector.offload.core.state.disk.is_open:
+            while self.name == OURS and not connector.offload.core.state.by_name[Tier.DISK].is_open:
                 serve(llm, [1, 2, 3])
             if self.name == TIER:
                 (tier,) = connector.connector_scheduler.manager.secondary_tiers

@@ -115,13 +115,11 @@ HEADLINES: Mapping[str, Sequence[str]] = {
     ),
     "serve": (
         "throughput on prompts that never repeat, vLLM 0.32.0, with over none",
-        "throughput on prompts that never repeat, vLLM 0.32.0, with vLLM's own connector over none",
         "first token of returning turns, vLLM 0.32.0, working set 4 times the cache: with, sooner than recomputed",
         "first token of returning turns, vLLM 0.32.0, working set 4 times the cache: sooner than vLLM's own connector",
     ),
     "hooks": (
         "scheduler's hooks over the peer's, each decoding step, 128 running, full attention",
-        "scheduler's hooks over the peer's, each step that admits requests, 128 running, full attention",
         "scheduler's hooks over the peer's, the whole workload, 128 running, full attention",
         "scheduler's hooks over the peer's, the whole workload, 128 running, hybrid windows",
     ),
@@ -139,6 +137,10 @@ HEADLINES: Mapping[str, Sequence[str]] = {
         "opening an index of 1,000,000 blocks, 2 ranks",
         "time in the scheduler's hooks with the disk, over without; reference engine, while it works",
         "first token of turns that return after a restart: with the disk, sooner than recomputed",
+    ),
+    "restart": (
+        "from a start after a SIGKILL to the first hit, over the same server's start without a connector",
+        "first token of a prompt that returns after a SIGKILL: sooner than computed",
     ),
     "remote": (
         "get of blocks of 1024 KiB, Mooncake, over the store's own client",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench import hooks, queue, serve
+from tests.bench import hooks, queue, restart, serve
 from tests.bench.__main__ import main
 from tests.bench.fs import Size, differing, files_in, play
 from tests.vllm.engine_rig import MARKS, SLOT_BYTES
@@ -27,6 +27,7 @@ SMALL = Size(8, SLOT_BYTES, {})
             {"PROMPT_TOKENS": 128, "TURN_TOKENS": 32, "_SHAPE": {}},
             7,
         ),
+        ("restart", ["--turns", "1", "--prompts", "1"], {"TOKENS": 256}, 2),
     ],
 )
 def test_a_bench_measures_and_saves_its_lines(
@@ -37,7 +38,7 @@ def test_a_bench_measures_and_saves_its_lines(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = {"hooks": hooks, "queue": queue, "serve": serve}[name]
+    bench = {"hooks": hooks, "queue": queue, "restart": restart, "serve": serve}[name]
     for constant, value in smaller.items():
         monkeypatch.setattr(bench, constant, value)
     assert main([name, *options, "--save", str(tmp_path)]) == 0
