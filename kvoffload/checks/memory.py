@@ -11,7 +11,14 @@ from kvoffload.checks.check import Check, Finding, Setup, fail, ok, unknown, war
 from kvoffload.checks.gpus import find_gpus
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import ConfigError
-from kvoffload.node.file_systems import LARGER_POOL, LARGER_TMPFS, check_pages, check_tmpfs, free_bytes
+from kvoffload.node.file_systems import (
+    LARGER_POOL,
+    LARGER_TMPFS,
+    check_pages,
+    check_tmpfs,
+    free_bytes,
+    room_text,
+)
 from kvoffload.node.folder import Kept, list_kept
 from kvoffload.transfer.host_memory import RESERVE, exceeded, memory_limits, preferred_node, read_file
 
@@ -75,46 +82,40 @@ def _orphan_bytes(kept: Sequence[Kept]) -> int:
 
 
 def _host_path(setup: Setup) -> Finding | None:
-    """Compare what the engines need with what the tmpfs has left, as the start does."""
-    path = setup.config.host_path
+    """Compare what the engines need with what the tmpfs or the pool of huge pages has left, as the start does."""
+    path, pages = setup.config.host_path, setup.config.host_hugetlbfs
     if path is None:
         return None
     try:
         check_tmpfs(path)
+        if pages is not None:
+            check_pages(pages)
     except ConfigError as error:
-        return fail(str(error), "name a folder on a tmpfs in host_path")
+        return fail(
+            str(error), "name a folder on a tmpfs in host_path, and one on a hugetlbfs in host_hugetlbfs"
+        )
     folder = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return fail(
             f"{folder} is not a folder in which this user can make files", "name another folder in host_path"
         )
-    if setup.config.host_hugetlbfs is not None:
-        return _page_pool(setup, setup.config.host_hugetlbfs)
-    found = os.statvfs(folder)
-    size, left = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
-    needed, before = needed_bytes(setup), _orphan_bytes(_kept(setup))
-    default = ", a container's default" if size == _CONTAINERS_DEFAULT else ""
-    text = f"the tmpfs of {path} has {size_text(size)}{default}, {size_text(left)} of them left"
-    if before:
-        text += f" and {size_text(before)} of stopped engines, which the start adopts or removes"
-    if needed > left + before:
-        return fail(f"{size_text(needed)} do not fit: {text}", LARGER_TMPFS)
-    return ok(f"{size_text(needed)} fit: {text}")
-
-
-def _page_pool(setup: Setup, folder: Path) -> Finding:
-    """Compare what the engines need with what the pool of huge pages has left, as the start does."""
-    try:
-        check_pages(folder)
-    except ConfigError as error:
-        return fail(str(error), "name a folder on a hugetlbfs in host_hugetlbfs")
-    needed, left, before = needed_bytes(setup), free_bytes(folder), _orphan_bytes(_kept(setup))
-    text = f"the pool of {folder} has {size_text(left)} left"
+    needed, left, before = needed_bytes(setup), free_bytes(pages or folder), _orphan_bytes(_kept(setup))
+    place = _tmpfs(folder) if pages is None else f"the pool of {pages}"
+    text = f"{place} has {room_text(left)}"
     if before:
         text += f", and {size_text(before)} of stopped engines, which the start adopts or removes"
     if needed > left + before:
-        return fail(f"{size_text(needed)} do not fit: {text}", LARGER_POOL)
+        remedy = LARGER_TMPFS if pages is None else LARGER_POOL
+        return fail(f"{size_text(needed)} do not fit: {text}", remedy)
     return ok(f"{size_text(needed)} fit: {text}")
+
+
+def _tmpfs(folder: Path) -> str:
+    """Return a tmpfs with its size."""
+    found = os.statvfs(folder)
+    size = found.f_blocks * found.f_frsize
+    default = ", a container's default," if size == _CONTAINERS_DEFAULT else ""
+    return f"the tmpfs of {folder}, of {size_text(size)}{default}" if size else f"the tmpfs of {folder}"
 
 
 def _kept_memory(setup: Setup) -> Finding | None:

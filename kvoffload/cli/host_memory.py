@@ -123,9 +123,9 @@ def _table(root: Path, found: Sequence[Kept]) -> Iterator[str]:
 
 
 def _sums(root: Path, found: Sequence[Kept]) -> Iterator[str]:
-    from kvoffload.node.file_systems import free_bytes
+    from kvoffload.node.file_systems import free_bytes, room_text
 
-    left = f"its tmpfs has {size_text(free_bytes(root))} left"
+    left = f"its tmpfs has {room_text(free_bytes(root))}"
     if not found:
         yield f"{root} has no engine's memory; {left}"
         return

@@ -239,7 +239,9 @@ PEERS = {
             "cache_policy": _no(_LRU, "lru"),
             "cost_aware_*": _no(_LRU),
             "numa_mode": _no("host memory is always on the NUMA node of its GPU", "auto"),
-            "local_cpu_use_hugepages": _no("host memory asks for transparent huge pages; host_hugetlbfs takes them from a pool", "false"),
+            "local_cpu_use_hugepages": _no(
+                "host memory asks for transparent huge pages; host_hugetlbfs takes them from a pool", "false"
+            ),
             "enable_lazy_memory_allocator": _no(
                 "host memory is always pinned in pieces, after the start", "true"
             ),

@@ -107,6 +107,11 @@ def free_bytes(root: Path) -> int:
     return min(left, _pool_bytes(found.f_bsize)) if file_system_of(root) == _HUGETLBFS else left
 
 
+def room_text(left: int) -> str:
+    """Return what `free_bytes` returned, as text that follows "has"."""
+    return "no limit" if left == sys.maxsize else f"{size_text(left)} left"
+
+
 def _pool_bytes(page: int) -> int:
     """Return how many bytes the system's pool of huge pages of this size has left; without limit if it does not say."""
     pool = Path(f"/sys/kernel/mm/hugepages/hugepages-{page // 1024}kB")

@@ -41,7 +41,7 @@ def stopped(folder: Path, *weights: str) -> int:
 
 
 def sized(monkeypatch: pytest.MonkeyPatch, size: int, left: int) -> None:
-    found = SimpleNamespace(f_blocks=size // 4096, f_bavail=left // 4096, f_frsize=4096)
+    found = SimpleNamespace(f_blocks=size // 4096, f_bavail=left // 4096, f_frsize=4096, f_bsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda path: found)
 
 
@@ -67,7 +67,8 @@ def test_a_path_that_cannot_be_a_folder_is_an_error(shared_memory: Path, tmp_pat
     [
         (GIB, 65 * MIB, "ok", "64.0 MiB fit: the tmpfs of "),
         (GIB, 63 * MIB, "error", "64.0 MiB do not fit: the tmpfs of "),
-        (64 * MIB, 60 * MIB, "error", "has 64.0 MiB, a container's default, 60.0 MiB of them left"),
+        (0, 0, "ok", " has no limit"),
+        (64 * MIB, 60 * MIB, "error", "of 64.0 MiB, a container's default, has 60.0 MiB left"),
     ],
 )
 def test_the_tmpfs_must_have_room(
