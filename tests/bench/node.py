@@ -5,6 +5,9 @@ host copier's function, in turns. The blocks are larger together than the proces
 slots, unless the owner's memory is full and was filled in another order ("scattered").
 
 The table: microseconds of the owner's hook for each changed slot, and of a reader's thread for each change that it follows.
+
+With `--duplicates`, the bench counts instead what engines of one machine find, depending on what becomes of blocks that they have
+fetched from each other (`trace_node`).
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from kvoffload.transfer.host_memory import MmapAllocator
 from kvoffload.transfer.node import KindFolder, NodeMover
 from kvoffload.transfer.runs import CopyRuns
 from kvoffload.transfer.tier_jobs import TierPart
+from tests.bench import trace_node
 from tests.bench.copy_rig import WrongBytes
 from tests.bench.lines import Line, line, ratios
 from tests.bench.results import add_output_arguments, give_out
@@ -52,10 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=positive, default=64, help="copied in each repeat, in MiB")
     parser.add_argument("--slots", type=positive, default=20_000, help="the slots of the table")
     parser.add_argument("--repeats", type=positive, default=15, help="measurements of each copy")
+    duplicates = "count what engines find, if they keep fetched blocks or not; measure no copies"
+    parser.add_argument("--duplicates", action="store_true", help=duplicates)
+    trace = "with --duplicates: JSON lines, may be gzipped (default: drawn workloads)"
+    parser.add_argument("--trace", type=Path, metavar="FILE", help=trace)
     add_output_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.duplicates:
+        method = "the real core; engines take requests in turn, each of which ends before the next one; share of prompt tokens"
+        return give_out("node", args, method, trace_node.measure(args.trace))
     method = f"{args.repeats} repeats of {args.mib} MiB, blocks of {REGIONS} pages, one thread, in turns; medians [95 % interval]"
     return give_out("node", args, method, _measure(args), "numpy", "xxhash")
 
