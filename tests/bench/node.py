@@ -56,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mib", type=positive, default=64, help="copied in each repeat, in MiB")
     parser.add_argument("--slots", type=positive, default=20_000, help="the slots of the table")
     parser.add_argument("--repeats", type=positive, default=15, help="measurements of each copy")
+    folder = "a folder on a tmpfs (default: /dev/shm); huge pages depend on the mount"
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help=folder)
     duplicates = "count what engines find, if they keep fetched blocks or not; measure no copies"
     parser.add_argument("--duplicates", action="store_true", help=duplicates)
     trace = "with --duplicates: JSON lines, may be gzipped (default: drawn workloads)"
@@ -72,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> Iterator[Line]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for page_kib in args.page_kib:
             yield from copies(Path(folder), page_kib * 1024, args.mib * 2**20, args.repeats)
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         yield from following(Path(folder), args.slots, args.repeats)
 
 
