@@ -76,10 +76,10 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
     )
     memory = {"host_bytes": "256MiB"}
     settings = {**memory, "remote_url": server.url, "remote_min_hits": 0}
-    prompts = _prompts(args.conversations, tokens)
+    prompts = draw_prompts(args.conversations, tokens)
     async with served(options, settings) as (first, side):
         for prompt in prompts:
-            await _first_token_s(first, prompt)
+            await first_token_s(first, prompt)
         await until(
             first,
             "all blocks to be written",
@@ -90,7 +90,7 @@ async def _second_engine(name: str, server: LocalStore, args: argparse.Namespace
         for number, prompt in enumerate(prompts):
             both = [("recomputed", plain), ("shared", second)]
             for which, engine in both[:: 1 if number % 2 else -1]:
-                taken[which].append(1e3 * await _first_token_s(engine, prompt))
+                taken[which].append(1e3 * await first_token_s(engine, prompt))
         fetched = moved(side, "remote", "load")
     if not fetched:
         raise CommandError(f"nothing was fetched from {name}, so there is nothing to time")
@@ -183,7 +183,7 @@ def _ring_host(options: DemoOptions) -> int:
 async def _ring(engine: Engine) -> AsyncIterator[list[int]]:
     """Serve a ring of prompts during the `with` block. Append each second's number of tokens to the yielded list."""
     prompts, tokens, now = (
-        itertools.cycle(_prompts(_RING, _RING_TOKENS)),
+        itertools.cycle(draw_prompts(_RING, _RING_TOKENS)),
         [0],
         asyncio.get_running_loop().time,
     )
@@ -231,7 +231,7 @@ async def _rate(tokens: list[int], seconds: int) -> float:
 # -- engines --------------------------------------------------------------------------------------------------------
 
 
-async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
+async def first_token_s(engine: Engine, prompt: list[int]) -> float:
     async with engine.submit(prompt, SamplingParams(_ANSWER)) as stream:
         async for _ in stream:
             pass
@@ -240,6 +240,6 @@ async def _first_token_s(engine: Engine, prompt: list[int]) -> float:
     return stream.stats.first_token_s - stream.stats.arrived_s
 
 
-def _prompts(count: int, tokens: int) -> list[list[int]]:
+def draw_prompts(count: int, tokens: int) -> list[list[int]]:
     draw = random.Random(1)  # the warm-up's seed, 0, would repeat the warm-up's prompt
     return [draw.choices(range(256), k=tokens) for _ in range(count)]

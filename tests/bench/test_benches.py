@@ -17,7 +17,7 @@ from kvoffload.disk.slot_file import SlotFile
 from kvoffload.model.wire import Direction
 from kvoffload.transfer import host_copier
 from kvoffload.transfer.runs import CopyRuns
-from tests.bench import copy_lanes
+from tests.bench import copy_lanes, trace_node
 from tests.bench.__main__ import main
 from tests.bench.copy_rig import Rig, WrongBytes
 from tests.bench.disk_opening import opening
@@ -25,6 +25,7 @@ from tests.bench.hints import CLAIMS, draw_sessions, replay, with_sessions
 from tests.bench.lines import HEADLINES, line, median_interval
 from tests.bench.trace import CoreEngine, PaperEngine, Tiers, play
 from tests.bench.trace_file import GROUP, Prompt, Trace, read_trace
+from tests.bench.workloads import draw_workload
 from tests.keys import block_key
 
 COPIES = "--copies-only --mib 1 --block-kib 64 --repeats 2"
@@ -40,6 +41,8 @@ PAGE = 4096
         ("copy --mib 1 --page-kib 4 --repeats 2", 8),
         (f"disk {COPIES}", 4),
         ("engine --model tiny --pairs 1 --conversations 2", 4),
+        ("node --mib 1 --page-kib 4 --repeats 2 --slots 600", 9),
+        ("node --engines --model tiny --prompts 2", 5),
         (f"remote {COPIES}", 8),
         ("scale --blocks 8 --samples 4 --slots 64", 10),
         ("verify --mib 1 --block-kib 64 --repeats 2", 4),
@@ -142,11 +145,20 @@ def test_the_core_finds_the_tokens_of_a_trace_that_the_simple_model_finds(tmp_pa
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     trace = read_trace(path)
     assert trace.block_tokens == block
-    for tiers in (Tiers("host", 400), Tiers("host, store of all", 400, 0, 0)):
+    for tiers in (Tiers("host", 400), Tiers("node", 400, node=True), Tiers("host, store of all", 400, 0, 0)):
         paper, core = (play(kind, tiers, trace, 3) for kind in (PaperEngine, CoreEngine))
         assert paper["hit"] == core["hit"] > 0
-        assert (paper["asked"], paper["put"]) == (core["asked"], core["put"])
+        for what in ("asked", "put", "read"):
+            assert paper[what] == core[what]
     assert main(["trace", "--trace", str(path), "--engines", "2"]) == 0
+
+
+def test_engines_of_a_machine_read_fetched_blocks_again_only_if_they_do_not_keep_them() -> None:
+    trace = draw_workload("agents", 40)
+    alone = trace_node.replay(trace, 2, 10_000, trace_node.WAYS["kept"], node=False)
+    found = {name: trace_node.replay(trace, 2, 10_000, leave) for name, leave in trace_node.WAYS.items()}
+    assert found["kept"].hit == found["cold end"].hit > alone.hit
+    assert found["dropped"].read > found["kept"].read == found["cold end"].read > alone.read == 0
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,31 @@ contains the answer.
 from __future__ import annotations
 
 import argparse
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvoffload.checks.options import positive
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.state import Policy
-from kvoffload.core.tiers import DiskTier, RemoteTier
+from kvoffload.core.tiers import DiskTier, NodeTier, RemoteTier
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import BlockKey, Rank, RequestId, SlotId
-from kvoffload.model.wire import AnyJob, Direction, JobReport, Tier, TransferReport
+from kvoffload.model.wire import (
+    AnyJob,
+    Direction,
+    JobReport,
+    NodeSlot,
+    Tier,
+    TierStatus,
+    TransferReport,
+)
 from tests.bench.engineless import CountedBlocks
 from tests.bench.lines import Line
 from tests.bench.results import add_output_arguments, give_out
@@ -40,6 +48,8 @@ _DEVICE_TOKENS = 2**21
 _CONVERSATION_TOKENS = 1024  # prompts that begin with the same tokens belong to one conversation
 # The most engines and requests for the real core, which is slower than the simple model.
 _CORE_ENGINES, _CORE_REQUESTS = 64, 4000
+A_MACHINE = 8
+"""How many engines run on a machine."""
 _MANY = 1000
 _GBIT = 1e9 / 8
 _SPEEDS = (10, 25, 100, 400)
@@ -53,12 +63,14 @@ class Tiers(NamedTuple):
         host: the host tier's capacity, in blocks.
         disk: the disk tier's capacity, in blocks; 0 without a disk tier.
         share_after: the number of hits after which a block is written to the remote tier; None without a remote tier.
+        node: whether the engines of a machine read each other's host memory.
     """
 
     name: str
     host: int
     disk: int = 0
     share_after: int | None = None
+    node: bool = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     method = (
         f"{len(prompts)} requests of a trace over {prompts[-1].at_s - prompts[0].at_s:.0f} s, in blocks of {trace.block_tokens} tokens, "
         f"spread over the engines: in turn, or by the prompt's first {_CONVERSATION_TOKENS} tokens, so that a conversation stays where it "
-        f"is (sticky). {args.host_gib} GiB of host memory, {args.disk_gib} GiB of disk, a "
+        f"is (sticky). {A_MACHINE} engines share a machine. {args.host_gib} GiB of host memory, {args.disk_gib} GiB of disk, a "
         f"store without bound; {args.kv_bytes} bytes of KV a token, {args.prefill} tokens/s of prefill, both assumed. Hits are tokens of "
         "prompts that need not be computed; the device's own cache counts as the host's."
     )
@@ -112,10 +124,14 @@ class PaperEngine:
         tiers: the engine's tiers.
         store: the keys in the remote tier, which all engines share.
         block_tokens: the tokens of a block.
+        machine: the engines of one machine.
     """
 
-    def __init__(self, tiers: Tiers, store: set[BlockKey], block_tokens: int) -> None:
+    def __init__(
+        self, tiers: Tiers, store: set[BlockKey], block_tokens: int, machine: Sequence[PaperEngine] = ()
+    ) -> None:
         self._block_tokens = block_tokens
+        self._machine = machine if tiers.node else ()
         self._tiers = tiers
         self._store = store
         # The number of hits of each block on the host, the least recently used block first.
@@ -133,6 +149,8 @@ class PaperEngine:
         for key in usable:
             if key in self._host:
                 self._host[key] += 1
+            elif any(key in other._host for other in self._machine):
+                count["read"] += 1
             elif key in self._disk:
                 read.append(key)
             elif self._tiers.share_after is not None and key in self._store:
@@ -183,32 +201,61 @@ class CoreEngine:
         tiers: the engine's tiers.
         store: the keys in the remote tier, which all engines share.
         block_tokens: the tokens of a block.
+        machine: the engines of one machine.
+
+    Attributes:
+        pool: the host's slots.
+        fetched: the keys that the last request has fetched from other engines of the machine.
     """
 
-    def __init__(self, tiers: Tiers, store: set[BlockKey], block_tokens: int) -> None:
+    def __init__(
+        self, tiers: Tiers, store: set[BlockKey], block_tokens: int, machine: Sequence[CoreEngine] = ()
+    ) -> None:
+        self.machine = machine
+        self.fetched: set[BlockKey] = set()
         self._store = store
         self._block_tokens = block_tokens
         device_blocks = -(-_DEVICE_TOKENS // block_tokens)
         self._device = CountedBlocks(device_blocks)
         group = GroupSpec(GROUP, AttentionKind.FULL, block_tokens)
         shape = EngineShape((group,), ranks=1, device_blocks=device_blocks, step_tokens=_DEVICE_TOKENS)
-        kinds = (DiskTier, 1 if tiers.disk else None), (RemoteTier, tiers.share_after)
+        kinds = (
+            (NodeTier, 1 if tiers.node else None),
+            (DiskTier, 1 if tiers.disk else None),
+            (RemoteTier, tiers.share_after),
+        )
         policy = Policy(tiers=tuple([(kind, hits) for kind, hits in kinds if hits is not None]))
         self._core = OffloadCore(shape, policy, self._device)
         self._works = tiers.share_after is not None
         self._slots, self._steps, self._served = tiers.host, 0, 0
         self.count: Counter[str] = Counter()
-        self._report()
+        self.pool = self._core.state.pool
         below = self._core.tier_store
+        if (node := self._core.state.node) is not None:
+            node.neighbours = self
+            below.opened(facts.TierOpened(Tier.NODE, "trace"))
+        self._report()
         if tiers.disk:
             places = tuple(map(SlotId, range(tiers.disk)))
             below.restored(facts.TierRestored(Tier.DISK, tiers.disk, free=places, is_last=True))
         if self._works:
             below.opened(facts.TierOpened(Tier.REMOTE, "trace"))
 
+    @property
+    def is_empty(self) -> bool:
+        return len(self.machine) < 2
+
+    def find(self, keys: Sequence[BlockKey], /) -> list[BlockKey]:
+        others = [other.pool.index for other in self.machine if other is not self]
+        return [key for key in keys if any(key in index for index in others)]
+
+    def places(self, keys: Sequence[BlockKey], /) -> list[NodeSlot]:
+        return [NodeSlot()] * len(keys)  # nothing is copied
+
     def serve(self, prompt: Prompt) -> None:
         """Run one request from its arrival to its end, and all of its copies."""
         core, self._served = self._core, self._served + 1
+        self.fetched.clear()
         name = RequestId(str(self._served))
         core.request_seen(facts.RequestSeen(name, prompt.tokens, (prompt.keys,)))
         self._answer()
@@ -246,6 +293,9 @@ class CoreEngine:
     def _copied(self, job: AnyJob) -> JobReport:
         is_store = job.direction is Direction.STORE
         sums = (0,) * len(job.slots) if job.tier is Tier.DISK and is_store else ()
+        if job.tier is Tier.NODE:
+            self.count["read"] += len(job.targets)
+            self.fetched.update([key for slot in job.slots if (key := self.pool.key(slot)) is not None])
         if job.tier is Tier.REMOTE:
             what, calls = ("put", "puts") if is_store else ("fetched", "fetches")
             self.count[what] += len(job.targets)
@@ -255,7 +305,10 @@ class CoreEngine:
         return JobReport(job.id, job.direction, CopyOutcome.DONE, 0, 0.0, 0.0, sums=sums)
 
     def _report(self, *jobs: JobReport) -> None:
-        report = TransferReport(Rank(0), jobs, self._slots, below=statuses(remote_works=self._works or None))
+        below = statuses(remote_works=self._works or None)
+        if self._core.state.node is not None:
+            below += (TierStatus(Tier.NODE, True),)
+        report = TransferReport(Rank(0), jobs, self._slots, below=below)
         self._core.state.reported(report)
 
 
@@ -270,12 +323,15 @@ def play(
     *,
     is_sticky: bool = False,
 ) -> Counter[str]:
-    """Run the requests on `engines` engines, and return the sums of all engines' counts."""
+    """Run the requests on `engines` engines, `A_MACHINE` on each machine; return the sums of all engines' counts."""
     store: set[BlockKey] = set()
     all_of_them: dict[int, PaperEngine | CoreEngine] = {}
+    machines: defaultdict[int, list[Any]] = defaultdict(list)
     for number, prompt in zip(route(trace, engines, is_sticky=is_sticky), trace.prompts, strict=True):
         if number not in all_of_them:
-            all_of_them[number] = kind(tiers, store, trace.block_tokens)
+            machine = machines[number // A_MACHINE]
+            all_of_them[number] = kind(tiers, store, trace.block_tokens, machine)
+            machine.append(all_of_them[number])
         all_of_them[number].serve(prompt)
     total = sum((engine.count for engine in all_of_them.values()), Counter[str]())
     total["stored"] = len(store)
@@ -287,6 +343,7 @@ def _measure(args: argparse.Namespace, trace: Trace) -> Iterator[Line]:
     host, disk = int(args.host_gib / gib), int(args.disk_gib / gib)
     setups = [
         Tiers("host", host),
+        Tiers("host, node", host, node=True),
         Tiers("host, disk", host, disk),
         Tiers("host, store after a hit", host, 0, 1),
         Tiers("host, store of all", host, 0, 0),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,51 @@ def test_a_second_server_finds_what_the_first_one_has_on_the_host(
         assert second.metric(EXTERNAL_HITS) >= 0.95 * found
         assert second.metric(FETCHED) >= 0.95 * found
         assert not second.metric("kvoffload_node_lost_blocks_total")
+
+
+@contextmanager
+def four(host_path: Path, folder: Path) -> Iterator[list[Server]]:
+    """Run four servers with one `host_path`, and wait until each has found the others."""
+    checkpoint = checkpoints.make("qwen3", folder / "qwen3")
+    options: dict[str, Any] = {"num_gpu_blocks_override": 60, "enable_prompt_tokens_details": True}
+    options["kv_transfer_config"] = connector(host_path=str(host_path))
+    with ExitStack() as running:
+        servers = [
+            running.enter_context(engines.serving(checkpoint, folder / f"log{number}", **options))
+            for number in range(4)
+        ]
+        for server in servers:
+            while server.metric("kvoffload_neighbours") < 3:
+                server.complete([1, 2, 3], 8)
+        yield servers
+
+
+def check_rounds(servers: Sequence[Server]) -> None:
+    """Send each prompt to each server in turn, and check what those find that have not computed it."""
+    answers = [ask(servers[at % 4], [prompt])[0] for at, prompt in enumerate(PROMPTS)]
+    for server in servers:
+        settled(server)
+    for server in servers:
+        # The blocks that the others have stored of their prompts.
+        own = sum(at % 4 == servers.index(server) for at in range(len(PROMPTS)))
+        step_until_it_knows(server, (len(PROMPTS) - own) * (500 // BLOCK))
+    found = 0
+    for turn in range(1, 4):
+        replies = [ask(servers[(at + turn) % 4], [prompt])[0] for at, prompt in enumerate(PROMPTS)]
+        check_same(replies, answers)
+        found += sum(reply.cached_tokens for reply in replies)
+    assert found >= 0.95 * 3 * len(PROMPTS) * (500 // BLOCK * BLOCK)
+    assert sum(server.metric(FETCHED) for server in servers) >= 0.95 * found
+    assert not sum(server.metric("kvoffload_node_lost_blocks_total") for server in servers)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+def test_four_servers_behind_a_client_that_takes_turns_find_each_others_blocks(
+    shared_memory: Path, tmp_path: Path
+) -> None:
+    with four(shared_memory, tmp_path) as servers:
+        check_rounds(servers)
 
 
 @pytest.mark.full
