@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from kvoffload.cli.signals import HANDLED
-from tests.huge_pages import mounted
+from tests.mounts import page_pool
 
 # Property tests have no time limits, which would measure the machine and not the code.
 common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
@@ -49,7 +49,7 @@ def shared_memory() -> Iterator[Path]:
 @pytest.fixture
 def huge_pages() -> Iterator[Path]:
     """Yield an empty folder on a hugetlbfs."""
-    with mounted() as folder:
+    with page_pool() as folder:
         yield folder
 
 

@@ -57,7 +57,8 @@ _NO_ID = bytes(ID_BYTES)
 # MADV_POPULATE_READ and MADV_POPULATE_WRITE, which Python does not name. Of memory that is there, READ maps several pages
 # at a time, and lets them be written too: it took 0.4 of the time.
 _READ, _WRITE = 22, 23
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What says so: `posix_fallocate`, and MADV_POPULATE_WRITE.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EFAULT, errno.ENOMEM)
 
 log = get_logger("host")
 
@@ -176,9 +177,11 @@ class HostFile:
         """
         start = self.shape.start(first)
         size = self.shape.whole_pages(size)
+        is_there = self.has(first, size)
         try:
-            if not (is_there := self.has(first, size)):
-                os.posix_fallocate(self.files[0], start, size)
+            if not is_there and not _has_room(self.files[0], 2 * size):
+                os.posix_fallocate(self.files[0], start, size)  # all or nothing, but never of huge pages
+            _populate(self._memory, self.files[0], start, size, _READ if is_there else _WRITE)
         except OSError as error:
             if error.errno not in _FULL:
                 raise HostMemoryError(f"the file of host memory cannot grow: {error.strerror}") from error
@@ -186,7 +189,6 @@ class HostFile:
             raise HostMemoryError(
                 f"{where} has no room for {size} more bytes: make it larger, or lower host_bytes"
             ) from error
-        _populate(self._memory, start, size, _READ if is_there else _WRITE)
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + start
 
     def has(self, first: int, size: int) -> bool:
@@ -418,10 +420,25 @@ def advise(memory: mmap.mmap) -> None:
             memory.madvise(getattr(mmap, name))
 
 
-def _populate(memory: mmap.mmap, start: int, size: int, how: int) -> None:
-    """Map every page, so that no copy waits for a page fault. The pages' bytes stay."""
-    with suppress(OSError):  # from Linux 5.14 on
+def _has_room(descriptor: int, size: int) -> bool:
+    """Return whether the file system of a file has room for more bytes, as far as it has a limit."""
+    found = os.fstatvfs(descriptor)
+    return not found.f_blocks or found.f_bavail * found.f_frsize >= size
+
+
+def _populate(memory: mmap.mmap, descriptor: int, start: int, size: int, how: int) -> None:
+    """Make every page of a file present, and map it, so that no copy waits for a page fault. The pages' bytes stay.
+
+    Raises:
+        OSError: the file system is full.
+    """
+    try:
         memory.madvise(how, start, size)
         return
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # Linux before 5.14: a touch of a page for which there is no room would end the process.
+    os.posix_fallocate(descriptor, start, size)
     view = np.frombuffer(memory, np.uint8, size, start)[::PAGE]
     view |= 0

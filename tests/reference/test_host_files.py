@@ -631,6 +631,7 @@ def test_a_tmpfs_that_fills_up_while_memory_grows_leaves_the_slots_that_are_read
     monkeypatch.setattr("kvoffload.runtime.rank_memory.slots_in_chunk", lambda layout: 16)
     monkeypatch.setattr("kvoffload.runtime.worker_side.Arena", partial(Arena, chunk_bytes=16 * 1024))
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    monkeypatch.setattr("kvoffload.transfer.host_file._has_room", lambda descriptor, size: False)
     with capture_logs() as logs:
         made = start()
     monkeypatch.undo()

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from kvoffload.disk.identity import KVIdentity
+from kvoffload.model.errors import HostMemoryError
 from kvoffload.node.folder import HostPlace
 from kvoffload.testing import FakeDevice
+from kvoffload.transfer import host_file
 from kvoffload.transfer.host_file import HostFile, RankShape, open_host_file
+from tests.mounts import mounted
 
 LAYOUT = FakeDevice(4, [4096, 1024]).layout
 SHAPE = RankShape(0, LAYOUT, 16)
@@ -23,9 +27,9 @@ def pages(request: pytest.FixtureRequest) -> Path | None:
     return request.getfixturevalue("huge_pages") if request.param == "hugetlbfs" else None
 
 
-def opened(root: Path, engine: str, slots: int, pages: Path | None = None) -> HostFile:
+def opened(root: Path, engine: str, slots: int, pages: Path | None = None, chunk_slots: int = 16) -> HostFile:
     place = HostPlace(root, "kind", engine, lambda: KVIdentity("", "", "", {}), pages)
-    return open_host_file(place.claim(), RankShape(0, LAYOUT, 16, page=place.page), slots, pages)
+    return open_host_file(place.claim(), RankShape(0, LAYOUT, chunk_slots, page=place.page), slots, pages)
 
 
 class Piece(ctypes.Structure):
@@ -77,3 +81,40 @@ def test_r20_slots_that_a_smaller_start_has_cut_off_are_not_kept_by_larger_ones(
         kept.append((file.kept, file.previous))
         file.close(may_still_write=False)
     assert kept == [(12, old.id)] * 3
+
+
+@pytest.mark.parametrize("seems_roomy", [False, True])
+def test_a_full_tmpfs_is_an_error_and_does_not_end_the_process(
+    monkeypatch: pytest.MonkeyPatch, seems_roomy: bool
+) -> None:
+    """It may also fill up after its room was asked for."""
+    with mounted("tmpfs", "size=128k") as root:
+        file = opened(root, "engine", 40)
+        file.take(0, SHAPE.chunk_bytes(16))
+        if seems_roomy:
+            monkeypatch.setattr(host_file, "_has_room", lambda descriptor, size: True)
+        with pytest.raises(HostMemoryError, match="has no room for 81920 more bytes"):
+            file.take(16, SHAPE.chunk_bytes(16))
+        file.close(may_still_write=False)
+
+
+def test_a_system_that_cannot_populate_memory_at_once_touches_every_page(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Linux 5.14."""
+    monkeypatch.setattr(host_file, "_WRITE", 199)
+    file = opened(shared_memory, "engine", 16)
+    file.take(0, SHAPE.chunk_bytes(16))
+    assert os.fstat(file.files[0]).st_blocks * 512 == 4096 + SHAPE.chunk_bytes(16)
+    file.close(may_still_write=False)
+
+
+def test_memory_on_a_tmpfs_that_has_huge_pages_on_advice_gets_them() -> None:
+    with mounted("tmpfs", "huge=advise") as root:
+        file = opened(root, "engine", 2048, chunk_slots=2048)
+        file.take(0, 2048 * LAYOUT.slot_bytes)
+        (found,) = re.findall(
+            rf"{root}.*?ShmemPmdMapped: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.S
+        )
+        assert int(found) >= 8192
+        file.close(may_still_write=False)

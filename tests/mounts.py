@@ -1,4 +1,4 @@
-"""A folder on a hugetlbfs for tests: root may mount one, and let the system make a few huge pages when they are asked for."""
+"""Folders on file systems that root mounts for a test: a hugetlbfs, and a tmpfs with options."""
 
 from __future__ import annotations
 
@@ -17,19 +17,28 @@ _PAGES = 128
 
 
 @contextmanager
-def mounted() -> Iterator[Path]:
-    """Yield an empty folder on a hugetlbfs, with 128 pages of 2 MiB. The test is skipped if this user may not have one."""
+def mounted(kind: str, options: str) -> Iterator[Path]:
+    """Yield an empty folder on a file system of its own. The test is skipped if this user may not mount one."""
     with tempfile.TemporaryDirectory() as name:
-        options = ["-t", "hugetlbfs", "-o", "pagesize=2M,mode=0700", "none", name]
-        if os.geteuid() or subprocess.run(["mount", *options], capture_output=True).returncode:
-            pytest.skip("only a user who may mount a hugetlbfs can test memory in huge pages")
+        words = ["mount", "-t", kind, "-o", f"{options},mode=0700", "none", name]
+        if os.geteuid() or subprocess.run(words, capture_output=True).returncode:
+            pytest.skip(f"this user may not mount a {kind} with {options}")
         try:
-            _allow(_PAGES)
             yield Path(name)
         finally:
-            _allow(-_PAGES)
             # Lazily, because the memory of an engine that a test has left is unmapped when it is collected.
             subprocess.run(["umount", "--lazy", name], check=True)
+
+
+@contextmanager
+def page_pool() -> Iterator[Path]:
+    """Yield an empty folder on a hugetlbfs, and let the system make 128 pages of 2 MiB when they are asked for."""
+    with mounted("hugetlbfs", "pagesize=2M") as folder:
+        try:
+            _allow(_PAGES)
+            yield folder
+        finally:
+            _allow(-_PAGES)
 
 
 def _allow(more: int) -> None:
