@@ -11,8 +11,7 @@ estimates, whose limits `kvoffload/telemetry/README.md` describes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sized
-
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -22,7 +21,7 @@ from kvoffload.model import events, facts
 from kvoffload.model.causes import LoadOutcome, TierOutcome
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.wire import LOWER_TIERS, Direction, Tier
-from kvoffload.runtime.break_even import BreakEven
+from kvoffload.runtime.break_even import BreakEven, BusyShare
 from kvoffload.runtime.copies import OpenCopies
 from kvoffload.runtime.step_times import Copies, PrefillRate, StepTimes
 from kvoffload.telemetry.catalogue import LoadWait
@@ -31,7 +30,15 @@ from kvoffload.telemetry.counters import Histogram
 _LEAST_BLOCKS = 4  # the prefill rate is measured over runs of at least this many blocks
 _WEIGH_PERIOD_S = 1.0  # seconds between two updates of what a load takes
 _PERIOD_S = 60.0  # seconds from one check of the net benefit's sign to the next
+_MOVED = 2  # a change of the break-even is reported if it is by at least this factor
 _MATTERS = 0.01  # a net benefit becomes negative only if the loss exceeds this share of the period
+
+
+class _Batch(Struct):
+    """The loads that one step plans. They are copied together, so that the copy time of each is that of all."""
+
+    queued_s: float  #: how long the copies before them still took
+    tokens: int = 0  #: how many tokens they copy
 
 
 class _Open(NamedTuple):
@@ -42,13 +49,7 @@ class _Open(NamedTuple):
     batch: _Batch
 
 
-class _Batch(Struct):
-    """Loads that are planned in one step, which copy together."""
-
-    queued_s: float  #: how long the copies before it were to take
-    tokens: int = 0  #: how many tokens they copy
-
-
+_ON_HOST = (Tier.HOST,)
 _STORING: Copies = (Direction.STORE,)
 _LOADING: Copies = (Direction.LOAD,)
 
@@ -76,22 +77,26 @@ class NetBenefit:
         set_least: Callable[[Tier, int], object] | None = None,
     ) -> None:
         self._open = copies
+        self._block_tokens = block_tokens
         self._hook = bus.hook
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
-        self._batch = None
-        self._busy_tokens=0
-        self._share=0.0
-        self._weighed_s=-math.inf
+        self._batch: _Batch | None = None  # the loads since the last step
+        self._busy = BusyShare()
         self._break_even = {tier: BreakEven() for tier in (Tier.HOST, *LOWER_TIERS)}
         self._requests = requests
         self._set_least = set_least
-        self._weigh_due_s = math.inf if set_least is None else -math.inf
+        self._weigh_due_s = -math.inf
+        self._pushed_s = (
+            -1.0
+        )  # the last value of `_computing_s` with which the lengths were set; -1 to set them again
+        self._usual_tokens = 0
         # For each request that waits, why its first lookup answered "not yet".
         self._deferrals: dict[RequestId, LoadWait] = {}
         # The open load of each request, and the open fetches for requests.
         self._loads: dict[RequestId, _Open] = {}
         self._fetches: dict[JobId, _Open] = {}
+        self._open_tokens = 0  # of the open loads
         self._unpriced_tokens = 0
         self.saved_s = 0.0
         self._waits = waits
@@ -134,9 +139,12 @@ class NetBenefit:
 
     def break_even(self) -> dict[Tier, int]:
         """Return the break-even lengths in tokens, of loads (HOST) and of fetches from each tier; 0 until measured."""
-        self._weigh()
         now, computing_s = self._hook.now, self._computing_s()
-        return {tier: each.tokens(now, computing_s, self._then(tier)) for tier, each in self._break_even.items()}
+        for each in self._break_even.values():
+            each.weigh()
+        return {
+            tier: each.tokens(now, computing_s, self._then(tier)) for tier, each in self._break_even.items()
+        }
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -147,6 +155,9 @@ class NetBenefit:
             self._rate.idle(now)
             self._stepped(now)
             self._ran = self._is_calm = self._is_steady = False
+            self._decoded = 0
+            if self._set_least is not None:
+                self._push_least(self._break_even)
 
     def _step(self, fact: facts.StepScheduled) -> None:
         now = self._hook.now
@@ -166,27 +177,21 @@ class NetBenefit:
         self._ran = is_calm or prefill > 0
         self._last_s = now
         if now >= self._weigh_due_s:
-            self._weigh_due_s = now + _WEIGH_PERIOD_S
-            self._weigh()
-            s=now-self._weighed_s
-            self._weighed_s=now
-            for e in self._break_even.values(): e.elapsed(s)
-            from kvoffload.runtime import break_even as be
-            self._share+=(min(self._busy_tokens*self._rate.seconds_per_token/s,be.CAP)-self._share)*min(s/be.TAU,1)
-            self._busy_tokens=0
-        self._busy_tokens+=prefill
-        self._batch=None
-        self._push_least()
+            self._weigh(now)
+        self._busy.tokens += prefill
+        self._batch = None
+        if self._set_least is not None and (self._loads or self._computing_s() != self._pushed_s):
+            self._push_least(self._break_even)
         if now >= self._judge_s:
             self._judge(now)
 
-    def _push_least(self) -> None:
-        """Set the fewest tokens worth a load, as many requests now wait and loads are open."""
-        if self._set_least is None:
-            return
+    def _push_least(self, tiers: Iterable[Tier]) -> None:
+        """Set the fewest tokens worth a load or a fetch, with the requests that now wait and the loads that are open."""
+        assert self._set_least is not None
         now, computing_s = self._hook.now, self._computing_s()
-        for tier, each in self._break_even.items():
-            self._set_least(tier, each.least(now, computing_s, self._then(tier)))
+        self._pushed_s = computing_s
+        for tier in tiers:
+            self._set_least(tier, self._break_even[tier].least(now, computing_s, self._then(tier)))
 
     def _computing_s(self) -> float:
         """Return the seconds by which computing a token delays requests without a token, all together.
@@ -194,7 +199,8 @@ class NetBenefit:
         Requests that decode, load or wait for a copy are not delayed until they get their first token.
         """
         others = self._decoded + len(self._loads) + len(self._deferrals)
-        return self._rate.seconds_per_token * (max(len(self._requests) - others-1, 0)+1/(1-self._share))
+        waiting = max(len(self._requests) - others - 1, 0)  # besides the request to decide about
+        return self._rate.seconds_per_token * (waiting + self._busy.delayed)
 
     def _then(self, tier: Tier) -> BreakEven | None:
         """Return the measurements of the copies that follow those from a tier."""
@@ -221,17 +227,19 @@ class NetBenefit:
 
     def _load_scheduled(self, event: events.LoadScheduled) -> None:
         now, tokens = self._hook.now, event.tokens
-        loads = self._break_even[Tier.HOST]
+        queued_s = self._break_even[Tier.HOST].scheduled(now, tokens)
         if self._batch is None:
-            self._batch = _Batch(loads.queued_s(now))
+            self._batch = _Batch(queued_s)
         self._batch.tokens += tokens
+        self._open_tokens += tokens
         self._loads[event.request] = _Open(now, tokens, self._batch)
-        loads.scheduled(now, tokens)
-        self._push_least()
+        if self._set_least is not None:
+            self._push_least(_ON_HOST)  # other requests may be looked up before the next step
 
     def _load_orphaned(self, event: events.LoadOrphaned) -> None:
         """Add a request's wait for its load until now, and ignore the load's end."""
         if (load := self._loads.pop(event.request, None)) is not None:
+            self._open_tokens -= load.tokens
             self._waits[LoadWait.OWN_LOAD].observe(self._hook.now - load.planned)
 
     def _load_ended(self, event: events.LoadEnded) -> None:
@@ -241,17 +249,21 @@ class NetBenefit:
         now, loads = self._hook.now, self._break_even[Tier.HOST]
         waited_s = now - load.planned
         self._waits[LoadWait.OWN_LOAD].observe(waited_s)
-        loads.ended(now, sum([each.tokens for each in self._loads.values()]))
+        self._open_tokens = self._open_tokens - load.tokens if self._loads else 0
+        loads.ended(now, self._open_tokens)
         if event.outcome is LoadOutcome.LOADED:
             self._unpriced_tokens += load.tokens
             loads.loaded(now, load.batch.tokens, waited_s - load.batch.queued_s, event.copy_s)
             self._price()
-        self._push_least()
+        if self._set_least is not None:
+            self._push_least(_ON_HOST)  # other requests may be looked up before the next step
 
     def _fetch_scheduled(self, event: events.TierCopyScheduled) -> None:
         if event.tokens:
             now, tokens = self._hook.now, event.tokens
-            self._fetches[event.job] = _Open(now, tokens, _Batch(0))
+            self._fetches[event.job] = _Open(now, tokens, _Batch(0.0))
+            # Fetches run in parallel, so the waits for each other are in their measured times.
+            self._break_even[event.tier].scheduled(now, 0)
 
     def _fetch_ended(self, event: events.TierCopyEnded) -> None:
         fetch = self._fetches.pop(event.job, None)
@@ -269,9 +281,12 @@ class NetBenefit:
         if rate:
             self._unpriced_tokens = 0
 
-    def _weigh(self) -> None:
+    def _weigh(self, now: float) -> None:
+        self._weigh_due_s = now + _WEIGH_PERIOD_S
+        self._busy.update(now, self._rate.seconds_per_token)
         for each in self._break_even.values():
             each.weigh()
+        self._pushed_s = -1.0
 
     def _copying(self) -> Copies:
         stores = _STORING if self._open.count(Direction.STORE, is_overdue=False) else ()
@@ -280,7 +295,9 @@ class NetBenefit:
     # -- sign changes -----------------------------------------------------------------------------------------------
 
     def _judge(self, now: float) -> None:
-        """End a period. Publish the period's net benefit if it has turned from gain to loss or back."""
+        """End a period. Publish what has changed: the sign of the net benefit, or by far the usual break-even."""
+        if self._set_least is not None:
+            self._judge_break_even()
         self._price()
         net = self.net_s
         gained = net - self._period_net_s
@@ -291,3 +308,11 @@ class NetBenefit:
         if turned and began > -math.inf:
             self.is_negative = not self.is_negative
             self._bus.publish(events.NetBenefitTurned(self.is_negative, gained, now - began))
+
+    def _judge_break_even(self) -> None:
+        load, token_s, delayed = self._break_even[Tier.HOST], self._rate.seconds_per_token, self._busy.delayed
+        tokens, was = load.usual_tokens(token_s * delayed), self._usual_tokens
+        if max(tokens, was) >= _MOVED * max(min(tokens, was), self._block_tokens):
+            self._usual_tokens = tokens
+            moved = events.BreakEvenMoved(was, tokens, load.fixed_s, load.token_s, token_s, delayed)
+            self._bus.publish(moved)
