@@ -157,7 +157,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     min_load_tokens: Annotated[
         Tokens | None,
         _key(
-            "shorter hits are recomputed; auto: hits that are not worth a load now", unset="one block"
+            "shorter hits are recomputed; auto: hits below the measured break-even length", unset="one block"
         ),
     ] = None
     verify: Annotated[Verify, _key("how much of a block is checksummed at its store and its load")] = "off"
