@@ -41,8 +41,8 @@ class _Batch(Struct):
     tokens: int = 0  #: how many tokens they copy
 
 
-class _Open(NamedTuple):
-    """A load or fetch that has not ended."""
+class _Load(NamedTuple):
+    """A load that has not ended."""
 
     planned: float  #: when it was planned
     tokens: int  #: how many tokens it copies
@@ -87,15 +87,13 @@ class NetBenefit:
         self._requests = requests
         self._set_least = set_least
         self._weigh_due_s = -math.inf
-        self._pushed_s = (
-            -1.0
-        )  # the last value of `_computing_s` with which the lengths were set; -1 to set them again
+        self._pushed_s = -1.0  # `_computing_s` when the lengths were set; -1 to set them with the next step
         self._usual_tokens = 0
         # For each request that waits, why its first lookup answered "not yet".
         self._deferrals: dict[RequestId, LoadWait] = {}
-        # The open load of each request, and the open fetches for requests.
-        self._loads: dict[RequestId, _Open] = {}
-        self._fetches: dict[JobId, _Open] = {}
+        self._loads: dict[RequestId, _Load] = {}  # the open load of each request
+        # When each open fetch for a request was planned, and how many tokens it copies.
+        self._fetches: dict[JobId, tuple[float, int]] = {}
         self._open_tokens = 0  # of the open loads
         self._unpriced_tokens = 0
         self.saved_s = 0.0
@@ -232,7 +230,7 @@ class NetBenefit:
             self._batch = _Batch(queued_s)
         self._batch.tokens += tokens
         self._open_tokens += tokens
-        self._loads[event.request] = _Open(now, tokens, self._batch)
+        self._loads[event.request] = _Load(now, tokens, self._batch)
         if self._set_least is not None:
             self._push_least(_ON_HOST)  # other requests may be looked up before the next step
 
@@ -260,19 +258,18 @@ class NetBenefit:
 
     def _fetch_scheduled(self, event: events.TierCopyScheduled) -> None:
         if event.tokens:
-            now, tokens = self._hook.now, event.tokens
-            self._fetches[event.job] = _Open(now, tokens, _Batch(0.0))
+            self._fetches[event.job] = self._hook.now, event.tokens
             # Fetches run in parallel, so the waits for each other are in their measured times.
-            self._break_even[event.tier].scheduled(now, 0)
+            self._break_even[event.tier].scheduled(self._hook.now, 0)
 
     def _fetch_ended(self, event: events.TierCopyEnded) -> None:
         fetch = self._fetches.pop(event.job, None)
         if fetch is not None and event.outcome is TierOutcome.DONE:
-            now = self._hook.now
-            waited_s = now - fetch.planned
+            planned, tokens = fetch
+            waited_s = self._hook.now - planned
             # A rank's threads copy in parallel, so their copy times may add up to more than the wait.
             copy_s = min(event.copy_s, waited_s)
-            self._break_even[event.tier].loaded(now, fetch.tokens, waited_s, copy_s)
+            self._break_even[event.tier].loaded(self._hook.now, tokens, waited_s, copy_s)
 
     def _price(self) -> None:
         """Add the prefill time of loaded tokens to `saved_s`, as soon as the prefill rate is known."""
