@@ -423,6 +423,26 @@ class NetBenefitTurned(Event, frozen=True):
     period_s: float
 
 
+class BreakEvenMoved(Event, frozen=True):
+    """With `min_load_tokens: auto`: the break-even length of loads, while no other load is open, has changed by far.
+
+    Args:
+        was: the length before, in tokens.
+        tokens: the length from now on; 1000000 if no hit is worth a load.
+        fixed_s: seconds that a load of any length takes.
+        load_s: further seconds of a load for each token.
+        compute_s: seconds to compute a token.
+        delayed: how many requests computing delays on average, besides those that wait at a given moment.
+    """
+
+    was: int
+    tokens: int
+    fixed_s: float
+    load_s: float
+    compute_s: float
+    delayed: float
+
+
 class StorePolicyMoved(Event, frozen=True):
     """The store policy `auto` stores by another policy from now on.
 

@@ -6,97 +6,50 @@
 
 All three are computed from facts and events; an adapter only reports how many tokens a step computes. The results are
 estimates, whose limits `kvoffload/telemetry/README.md` describes.
-
-A load of n tokens delays its request by `fixed + n * copy`; computing the tokens takes `n * prefill`. The two are equal
-at `fixed / (prefill - copy)` tokens, the break-even length. Blocks fetched from a lower tier must still be loaded, so
-both delays add up.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import NamedTuple
+
+from msgspec import Struct
 
 from kvoffload.bus.bus import Bus
 from kvoffload.model import events, facts
 from kvoffload.model.causes import LoadOutcome, TierOutcome
 from kvoffload.model.ids import JobId, RequestId
 from kvoffload.model.wire import LOWER_TIERS, Direction, Tier
+from kvoffload.runtime.break_even import BreakEven, BusyShare
 from kvoffload.runtime.copies import OpenCopies
 from kvoffload.runtime.step_times import Copies, PrefillRate, StepTimes
 from kvoffload.telemetry.catalogue import LoadWait
 from kvoffload.telemetry.counters import Histogram
 
-NEVER_TOKENS = 1_000_000
-"""A length longer than any prompt, used when copying is slower than computing at every length."""
-
-# How many recent loads to keep: enough that a burst of loads that delay each other hardly shifts the median.
-_LOADS = 31
-_STALE_S = 60.0
-
 _LEAST_BLOCKS = 4  # the prefill rate is measured over runs of at least this many blocks
-_LEAST_PERIOD_S = 1.0  # seconds between two updates of the break-even lengths
+_WEIGH_PERIOD_S = 1.0  # seconds between two updates of what a load takes
 _PERIOD_S = 60.0  # seconds from one check of the net benefit's sign to the next
+_MOVED = 2  # a change of the break-even is reported if it is by at least this factor
 _MATTERS = 0.01  # a net benefit becomes negative only if the loss exceeds this share of the period
 
 
-class BreakEven:
-    """The break-even length, above which loading is faster than computing, from recent loads or fetches.
+class _Batch(Struct):
+    """The loads that one step plans. They are copied together, so that the copy time of each is that of all."""
 
-    One thread adds loads; any thread may call `weigh` and read `tokens`.
-    """
-
-    def __init__(self) -> None:
-        # For each load: its fixed seconds, its copy seconds and its tokens.
-        self._loads: deque[tuple[float, float, int]] = deque(maxlen=_LOADS)
-        self._stale_at = -math.inf
-        self.tokens = 0
-        """The break-even length; 0 while unknown, at most `NEVER_TOKENS`."""
-        self.fixed_s = self.token_s = 0.0
-        """Fixed seconds of a load, and further seconds for each token; 0 while unknown."""
-
-    def loaded(self, now: float, tokens: int, waited_s: float, copy_s: float) -> None:
-        """Add a load or fetch that succeeded.
-
-        Args:
-            now: the time, in monotonic seconds.
-            tokens: how many tokens were copied, at least one.
-            waited_s: seconds from the copy's scheduling to the report of its end.
-            copy_s: seconds that one rank spent copying.
-        """
-        if now > self._stale_at:
-            self._loads.clear()
-        self._stale_at = now + _STALE_S
-        self._loads.append((max(waited_s - copy_s, 0.0), copy_s, tokens))
-
-    def weigh(self, seconds_per_token: float, then: BreakEven | None = None) -> None:
-        """Compute `tokens` from the measurements.
-
-        Args:
-            seconds_per_token: prefill seconds per token; 0 if unknown.
-            then: for fetches, the measurements of loads, because a load follows each fetch.
-        """
-        loads = sorted(self._loads)  # a copy, because another thread may add loads
-        if not (loads and seconds_per_token):
-            return
-        self.fixed_s = fixed_s = loads[len(loads) // 2][0]
-        self.token_s = token_s = sum(load[1] for load in loads) / sum(load[2] for load in loads)
-        if then is not None:
-            fixed_s, token_s = fixed_s + then.fixed_s, token_s + then.token_s
-        gain = seconds_per_token - token_s
-        reached = fixed_s / gain if gain > 0 else NEVER_TOKENS
-        self.tokens = min(math.ceil(reached), NEVER_TOKENS)
-
-    def least(self, now: float) -> int:
-        """Return the fewest tokens worth loading now; 0 if unknown.
-
-        Measurements expire after a minute. Otherwise a minute of slow loads could stop all loads, and the length would
-        never be measured again.
-        """
-        return self.tokens if now <= self._stale_at else 0
+    queued_s: float  #: how long the copies before them still took
+    tokens: int = 0  #: how many tokens they copy
 
 
+class _Load(NamedTuple):
+    """A load that has not ended."""
+
+    planned: float  #: when it was planned
+    tokens: int  #: how many tokens it copies
+    batch: _Batch
+
+
+_ON_HOST = (Tier.HOST,)
 _STORING: Copies = (Direction.STORE,)
 _LOADING: Copies = (Direction.LOAD,)
 
@@ -109,8 +62,9 @@ class NetBenefit:
         copies: the table of open copies.
         bus: the bus to observe, on which `NetBenefitTurned` is published.
         waits: the histogram of each kind of wait. Without a lower tier, fetches have none.
-        set_least: called about once a second for each tier, with the fewest tokens worth a load (HOST) or worth a
-            fetch and the load after it; 0 without measurements. None if the operator has set the length.
+        requests: the requests that have not ended.
+        set_least: called for each tier, with the fewest tokens worth a load (HOST) or worth a fetch and the load after
+            it; 0 without measurements. None if the operator has set the length.
     """
 
     def __init__(
@@ -119,20 +73,28 @@ class NetBenefit:
         copies: OpenCopies,
         bus: Bus,
         waits: Mapping[LoadWait, Histogram],
+        requests: Sized,
         set_least: Callable[[Tier, int], object] | None = None,
     ) -> None:
         self._open = copies
+        self._block_tokens = block_tokens
         self._hook = bus.hook
         self._rate = PrefillRate(_LEAST_BLOCKS * block_tokens)
         self._times = StepTimes()
+        self._batch: _Batch | None = None  # the loads since the last step
+        self._busy = BusyShare()
         self._break_even = {tier: BreakEven() for tier in (Tier.HOST, *LOWER_TIERS)}
+        self._requests = requests
         self._set_least = set_least
-        self._least_due_s = math.inf if set_least is None else -math.inf
+        self._weigh_due_s = -math.inf
+        self._pushed_s = -1.0  # `_computing_s` when the lengths were set; -1 to set them with the next step
+        self._usual_tokens = 0
         # For each request that waits, why its first lookup answered "not yet".
         self._deferrals: dict[RequestId, LoadWait] = {}
-        # When each request's load, and each fetch for a request, was planned, and how many tokens it copies.
-        self._loads: dict[RequestId, tuple[float, int]] = {}
+        self._loads: dict[RequestId, _Load] = {}  # the open load of each request
+        # When each open fetch for a request was planned, and how many tokens it copies.
         self._fetches: dict[JobId, tuple[float, int]] = {}
+        self._open_tokens = 0  # of the open loads
         self._unpriced_tokens = 0
         self.saved_s = 0.0
         self._waits = waits
@@ -175,8 +137,12 @@ class NetBenefit:
 
     def break_even(self) -> dict[Tier, int]:
         """Return the break-even lengths in tokens, of loads (HOST) and of fetches from each tier; 0 until measured."""
-        self._weigh()
-        return {tier: each.tokens for tier, each in self._break_even.items()}
+        now, computing_s = self._hook.now, self._computing_s()
+        for each in self._break_even.values():
+            each.weigh()
+        return {
+            tier: each.tokens(now, computing_s, self._then(tier)) for tier, each in self._break_even.items()
+        }
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -187,6 +153,9 @@ class NetBenefit:
             self._rate.idle(now)
             self._stepped(now)
             self._ran = self._is_calm = self._is_steady = False
+            self._decoded = 0
+            if self._set_least is not None:
+                self._push_least(self._break_even)
 
     def _step(self, fact: facts.StepScheduled) -> None:
         now = self._hook.now
@@ -205,17 +174,35 @@ class NetBenefit:
         self._decoded = decode
         self._ran = is_calm or prefill > 0
         self._last_s = now
-        if now >= self._least_due_s:
-            self._push_least(now)
+        if now >= self._weigh_due_s:
+            self._weigh(now)
+        self._busy.tokens += prefill
+        self._batch = None
+        if self._set_least is not None and (self._loads or self._computing_s() != self._pushed_s):
+            self._push_least(self._break_even)
         if now >= self._judge_s:
             self._judge(now)
 
-    def _push_least(self, now: float) -> None:
+    def _push_least(self, tiers: Iterable[Tier]) -> None:
+        """Set the fewest tokens worth a load or a fetch, with the requests that now wait and the loads that are open."""
         assert self._set_least is not None
-        self._least_due_s = now + _LEAST_PERIOD_S
-        self._weigh()
-        for tier, each in self._break_even.items():
-            self._set_least(tier, each.least(now))
+        now, computing_s = self._hook.now, self._computing_s()
+        self._pushed_s = computing_s
+        for tier in tiers:
+            self._set_least(tier, self._break_even[tier].least(now, computing_s, self._then(tier)))
+
+    def _computing_s(self) -> float:
+        """Return the seconds by which computing a token delays requests without a token, all together.
+
+        Requests that decode, load or wait for a copy are not delayed until they get their first token.
+        """
+        others = self._decoded + len(self._loads) + len(self._deferrals)
+        waiting = max(len(self._requests) - others - 1, 0)  # besides the request to decide about
+        return self._rate.seconds_per_token * (waiting + self._busy.delayed)
+
+    def _then(self, tier: Tier) -> BreakEven | None:
+        """Return the measurements of the copies that follow those from a tier."""
+        return None if tier is Tier.HOST else self._break_even[Tier.HOST]
 
     def _stepped(self, now: float) -> None:
         """Measure the last step, which ends at `now`, and add the time that copies added to it."""
@@ -237,28 +224,43 @@ class NetBenefit:
             self._waits[reason].observe(event.seconds)
 
     def _load_scheduled(self, event: events.LoadScheduled) -> None:
-        self._loads[event.request] = self._hook.now, event.tokens
+        now, tokens = self._hook.now, event.tokens
+        queued_s = self._break_even[Tier.HOST].scheduled(now, tokens)
+        if self._batch is None:
+            self._batch = _Batch(queued_s)
+        self._batch.tokens += tokens
+        self._open_tokens += tokens
+        self._loads[event.request] = _Load(now, tokens, self._batch)
+        if self._set_least is not None:
+            self._push_least(_ON_HOST)  # other requests may be looked up before the next step
 
     def _load_orphaned(self, event: events.LoadOrphaned) -> None:
         """Add a request's wait for its load until now, and ignore the load's end."""
         if (load := self._loads.pop(event.request, None)) is not None:
-            self._waits[LoadWait.OWN_LOAD].observe(self._hook.now - load[0])
+            self._open_tokens -= load.tokens
+            self._waits[LoadWait.OWN_LOAD].observe(self._hook.now - load.planned)
 
     def _load_ended(self, event: events.LoadEnded) -> None:
         load = self._loads.pop(event.request, None)
         if load is None:
             return
-        planned, tokens = load
-        waited_s = self._hook.now - planned
+        now, loads = self._hook.now, self._break_even[Tier.HOST]
+        waited_s = now - load.planned
         self._waits[LoadWait.OWN_LOAD].observe(waited_s)
+        self._open_tokens = self._open_tokens - load.tokens if self._loads else 0
+        loads.ended(now, self._open_tokens)
         if event.outcome is LoadOutcome.LOADED:
-            self._unpriced_tokens += tokens
-            self._break_even[Tier.HOST].loaded(self._hook.now, tokens, waited_s, event.copy_s)
+            self._unpriced_tokens += load.tokens
+            loads.loaded(now, load.batch.tokens, waited_s - load.batch.queued_s, event.copy_s)
             self._price()
+        if self._set_least is not None:
+            self._push_least(_ON_HOST)  # other requests may be looked up before the next step
 
     def _fetch_scheduled(self, event: events.TierCopyScheduled) -> None:
         if event.tokens:
             self._fetches[event.job] = self._hook.now, event.tokens
+            # Fetches run in parallel, so the waits for each other are in their measured times.
+            self._break_even[event.tier].scheduled(self._hook.now, 0)
 
     def _fetch_ended(self, event: events.TierCopyEnded) -> None:
         fetch = self._fetches.pop(event.job, None)
@@ -276,12 +278,12 @@ class NetBenefit:
         if rate:
             self._unpriced_tokens = 0
 
-    def _weigh(self) -> None:
-        rate = self._rate.seconds_per_token
-        load = self._break_even[Tier.HOST]
-        load.weigh(rate)
-        for tier in LOWER_TIERS:
-            self._break_even[tier].weigh(rate, load)
+    def _weigh(self, now: float) -> None:
+        self._weigh_due_s = now + _WEIGH_PERIOD_S
+        self._busy.update(now, self._rate.seconds_per_token)
+        for each in self._break_even.values():
+            each.weigh()
+        self._pushed_s = -1.0
 
     def _copying(self) -> Copies:
         stores = _STORING if self._open.count(Direction.STORE, is_overdue=False) else ()
@@ -290,7 +292,9 @@ class NetBenefit:
     # -- sign changes -----------------------------------------------------------------------------------------------
 
     def _judge(self, now: float) -> None:
-        """End a period. Publish the period's net benefit if it has turned from gain to loss or back."""
+        """End a period. Publish what has changed: the sign of the net benefit, or by far the usual break-even."""
+        if self._set_least is not None:
+            self._judge_break_even()
         self._price()
         net = self.net_s
         gained = net - self._period_net_s
@@ -301,3 +305,11 @@ class NetBenefit:
         if turned and began > -math.inf:
             self.is_negative = not self.is_negative
             self._bus.publish(events.NetBenefitTurned(self.is_negative, gained, now - began))
+
+    def _judge_break_even(self) -> None:
+        load, token_s, delayed = self._break_even[Tier.HOST], self._rate.seconds_per_token, self._busy.delayed
+        tokens, was = load.usual_tokens(token_s * delayed), self._usual_tokens
+        if max(tokens, was) >= _MOVED * max(min(tokens, was), self._block_tokens):
+            self._usual_tokens = tokens
+            moved = events.BreakEvenMoved(was, tokens, load.fixed_s, load.token_s, token_s, delayed)
+            self._bus.publish(moved)

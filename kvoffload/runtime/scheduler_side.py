@@ -89,7 +89,10 @@ class SchedulerSide:
         self.observation = Observation(self.bus, shape, config, identity, self._clocks, tiers)
         self.copies = OpenCopies(shape.ranks, config.transfer_timeout_s, self._jobs)
         set_least = self.core.set_least if config.min_load_tokens == AUTO else None
-        self.benefit = NetBenefit(shape.alignment, self.copies, self.bus, self.counters.waits, set_least)
+        live = self.core.state.requests.live
+        self.benefit = NetBenefit(
+            shape.alignment, self.copies, self.bus, self.counters.waits, live, set_least
+        )
         self.reports = {rank: TransferReport(rank, (), 0) for rank in map(Rank, range(shape.ranks))}
         """Each rank's last report. Any thread may read it."""
         self.faults = Faults(self.core, self.bus, self.copies, device)

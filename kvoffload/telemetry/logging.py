@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from kvoffload.logs import get_logger
 from kvoffload.model.causes import LoadOutcome, StoreOutcome, TierOutcome
 from kvoffload.model.events import (
+    BreakEvenMoved,
     CopiesResumed,
     CopiesStalled,
     Event,
@@ -43,6 +44,7 @@ _LOGGED: Mapping[type[Event], tuple[str, str]] = {
     ResetStarted: ("info", "reset_started"),
     ResetEnded: ("info", "reset_ended"),
     NetBenefitTurned: ("warning", "net_benefit_negative"),
+    BreakEvenMoved: ("info", "break_even_moved"),
     StorePolicyMoved: ("info", "store_policy_moved"),
 }
 """The classes of events that may be logged, each with the level and the name of the log line."""
@@ -139,13 +141,27 @@ class LogObserver:
                     keys["remedy"] = 'set min_load_tokens to "auto"'
                 else:
                     level, name = "info", "net_benefit_positive"
-            case StorePolicyMoved(was=was, policy=policy, found=found):
-                shares = " and ".join(f"{name} {found[name]:.1%}" for name in (policy, was) if name in found)
-                reason = f"of the recent prompts' blocks, {shares} would have been found"
-                keys = {"policy": policy, "was": was, "reason": reason}
+            case BreakEvenMoved() | StorePolicyMoved():
+                keys = _moved(event)
             case _:
                 keys |= _NOTES.get(type(event), {})
         getattr(self._log, level)(name, **keys)
+
+
+def _moved(event: BreakEvenMoved | StorePolicyMoved) -> dict[str, object]:
+    """Return what was measured or chosen anew, what it was before, and the reason."""
+    if isinstance(event, StorePolicyMoved):
+        found = event.found
+        shares = " and ".join(
+            f"{name} {found[name]:.1%}" for name in (event.policy, event.was) if name in found
+        )
+        reason = f"of the recent prompts' blocks, {shares} would have been found"
+        return {"policy": event.policy, "was": event.was, "reason": reason}
+    reason = (
+        f"a load takes {1e3 * event.fixed_s:.1f} ms and {1e6 * event.load_s:.1f} us a token; computing takes "
+        f"{1e6 * event.compute_s:.1f} us a token and delays {event.delayed:.1f} requests on average"
+    )
+    return {"tokens": event.tokens, "was": event.was, "reason": reason}
 
 
 def log_removed(name: str, error: Exception) -> None:

@@ -19,6 +19,7 @@ BENCHES = (
     "hicache",
     "hints",
     "hooks",
+    "loads",
     "node",
     "policies",
     "queue",

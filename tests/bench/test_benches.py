@@ -43,6 +43,7 @@ PAGE = 4096
         ("engine --model tiny --pairs 1 --conversations 2", 4),
         ("node --mib 1 --page-kib 4 --repeats 2 --slots 600", 9),
         ("node --engines --model tiny --prompts 2", 5),
+        ("loads --requests 30 --links slow --loads light", 8),
         (f"remote {COPIES}", 8),
         ("scale --blocks 8 --samples 4 --slots 64", 10),
         ("verify --mib 1 --block-kib 64 --repeats 2", 4),

@@ -6,7 +6,7 @@ from kvoffload.model.causes import CopyOutcome, Deferral
 from kvoffload.model.config import AUTO
 from kvoffload.model.events import LookupDeferred, NetBenefitTurned, WaitEnded
 from kvoffload.model.ids import RequestId
-from kvoffload.runtime.benefit import NEVER_TOKENS, BreakEven
+from kvoffload.runtime.break_even import NEVER_TOKENS, BreakEven, BusyShare
 from tests.runtime.parts import RELOAD, Side, loading, storing
 
 PER_TOKEN_S = 0.01
@@ -198,6 +198,7 @@ def measured(
         tokens = 100 + 10 * number
         copy_s = tokens * copy_s_per_token
         found.loaded(0.0, tokens, fixed_s + copy_s, copy_s)
+    found.weigh()
     return found
 
 
@@ -214,39 +215,59 @@ def test_the_break_even_is_where_loading_and_computing_take_equally_long(
     fixed_s: float, copy_s: float, prefill_s: float, tokens: int
 ) -> None:
     found = measured(fixed_s, copy_s)
-    found.weigh(prefill_s)
-    assert found.tokens == found.least(0.0) == pytest.approx(tokens, abs=1)
+    assert found.tokens(0.0, prefill_s) == found.least(0.0, prefill_s) == pytest.approx(tokens, abs=1)
 
 
 def test_the_load_after_a_fetch_counts_towards_the_break_even() -> None:
     after, fetch = measured(0.1), measured(0.2, 0.002)
-    after.weigh(0.006)
-    fetch.weigh(0.006, after)
-    assert fetch.tokens == pytest.approx(100, abs=1)
-    fetch.weigh(0.004)
-    assert fetch.tokens == pytest.approx(100, abs=1)
+    assert fetch.tokens(0.0, 0.006, after) == pytest.approx(100, abs=1)
+    after.scheduled(0.0, 300)
+    assert fetch.tokens(0.0, 0.006, after) == pytest.approx(200, abs=1)
+    assert fetch.tokens(0.0, 0.004) == pytest.approx(100, abs=1)
 
 
 def test_the_break_even_is_unknown_until_both_rates_are_measured() -> None:
     for found, prefill_s in ((BreakEven(), 0.001), (measured(0.1), 0.0)):
-        found.weigh(prefill_s)
-        assert (found.tokens, found.least(0.0)) == (0, 0)
+        assert found.tokens(0.0, prefill_s) == found.least(0.0, prefill_s) == 0
 
 
-def test_a_burst_of_loads_that_waited_for_each_other_changes_little() -> None:
-    found = measured(9.0, before=measured(0.1), count=10)
-    found.weigh(0.002)
-    assert found.tokens == pytest.approx(100, abs=1)
+def test_a_burst_of_loads_whose_reports_waited_for_a_long_step_changes_little() -> None:
+    found = measured(9.0, before=measured(0.1), count=22)
+    assert found.tokens(0.0, 0.002) == pytest.approx(100, abs=1)
 
 
 def test_loads_are_tried_again_after_a_minute_without_loads() -> None:
     found = measured(9.0)
-    found.weigh(0.002)
-    assert found.least(60.0) == pytest.approx(9000, abs=1)
-    assert found.least(60.1) == 0
+    assert found.least(60.0, 0.002) == pytest.approx(9000, abs=1)
+    assert found.least(60.1, 0.002) == 0
+    found.scheduled(60.5, 0)
+    assert found.least(60.5, 0.002) == pytest.approx(9000, abs=1)  # one load is enough to try
     found.loaded(61.0, 100, 0.1, 0.0)
-    found.weigh(0.002)
-    assert found.least(61.0) == 50
+    found.weigh()
+    assert found.least(61.0, 0.002) == 50
+
+
+def test_open_loads_make_only_longer_hits_worth_a_load() -> None:
+    found = measured(0.1)
+    assert found.scheduled(0.0, 200) == 0.0
+    assert found.scheduled(0.05, 100) == pytest.approx(0.15)
+    assert found.tokens(0.05, 0.002) == pytest.approx(350, abs=1)  # (0.1 + 0.25) / 0.001
+    assert found.tokens(0.25, 0.002) == pytest.approx(150, abs=1)
+    found.ended(0.25, 100)  # the first load took longer than expected
+    assert found.tokens(0.25, 0.002) == pytest.approx(200, abs=1)
+    found.ended(0.4, 0)
+    assert found.tokens(0.4, 0.002) == pytest.approx(100, abs=1)
+
+
+@pytest.mark.parametrize(("tokens_per_s", "delayed"), [(0, 1.0), (500, 2.0), (900, 10.0), (5000, 10.0)])
+def test_computing_delays_more_requests_the_more_the_engine_prefills(
+    tokens_per_s: int, delayed: float
+) -> None:
+    busy = BusyShare()
+    for second in range(100):
+        busy.update(float(second), 0.001)
+        busy.tokens = tokens_per_s
+    assert busy.delayed == pytest.approx(delayed, rel=0.01)
 
 
 def test_the_time_of_a_copy_is_that_of_its_slowest_rank() -> None:
@@ -295,6 +316,7 @@ def test_auto_decides_once_per_request() -> None:
     side = measured_side(0.01)
     early = side.seen("b")
     assert side.side.lookup(early, 0) == RELOAD
+    side.clock.jump(61.0)  # the next load replaces the measurements
     slow = side.seen("slow")
     assert side.side.lookup(slow, 0) == RELOAD
     side.allocated("slow", RELOAD)
@@ -305,6 +327,74 @@ def test_auto_decides_once_per_request() -> None:
     side.step()
     assert side.side.lookup(side.seen("c"), 0) == 0
     assert side.side.lookup(early, 0) == RELOAD
+
+
+def test_requests_that_wait_make_shorter_hits_worth_a_load() -> None:
+    side = measured_side(2 * COMPUTING_S)
+    alone = side.gauge("break_even_tokens")
+    assert side.side.lookup(side.seen("alone"), 0) == 0
+    others = [side.seen(f"o{number}") for number in range(2)]
+    side.step(("a", RELOAD))
+    assert side.side.lookup(side.seen("b"), 0) == RELOAD
+    assert side.gauge("break_even_tokens") < RELOAD < alone
+    for name in (*others, "a"):
+        side.ended(name)
+    side.step(decode=2)  # the requests that decode do not wait
+    assert side.gauge("break_even_tokens") == alone
+    side.ended("alone")
+    side.ended("b")
+    assert side.side.lookup(side.seen("c"), 0) == 0
+
+
+def test_a_load_makes_the_hits_of_the_same_step_worth_less() -> None:
+    side = Side(min_load_tokens=AUTO)
+    measure_prefill(side)
+    plan = loading(side)
+    side.clock.jump(0.8 * COMPUTING_S)
+    side.done(plan, copy_s=0.8 * COMPUTING_S)
+    side.clock.jump(1.0)
+    side.step(("a", RELOAD))
+    side.ended("a")
+    side.stored("q")
+    assert side.side.lookup(side.seen("b"), 0) == RELOAD
+    side.allocated("b", RELOAD)
+    assert side.side.lookup(side.seen("c", "q"), 0) == 0
+    side.ended("c")
+    side.done(side.step())
+    assert side.side.lookup(side.seen("d", "q"), 0) == RELOAD
+
+
+def test_loads_that_are_copied_together_share_the_time_of_the_copy() -> None:
+    side = Side(min_load_tokens=AUTO)
+    measure_prefill(side)
+    side.stored()
+    for name in "ab":
+        assert side.side.lookup(side.seen(name), 0) == RELOAD
+    for name in "ab":
+        side.allocated(name, RELOAD)
+    plan = side.step()
+    side.clock.jump(0.5)
+    side.done(plan, copy_s=0.12)
+    side.clock.jump(1.0)
+    side.step(decode=2)
+    expected = (0.5 - 0.12) / (PER_TOKEN_S - 0.12 / (2 * RELOAD))
+    assert side.gauge("break_even_tokens") == pytest.approx(expected, abs=1)
+
+
+def test_a_break_even_that_moves_by_far_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    side = Side(portal=True, min_load_tokens=AUTO)
+    measure_prefill(side)
+    for number, wait_s in enumerate((0.1, 0.11, 25.0)):
+        load(side, f"r{number}", wait_s)
+        side.ended(f"r{number}")
+        for _ in range(2):
+            side.clock.jump(61.0)
+            side.step()
+    side.close()
+    assert caplog.text.count("break_even_moved") == 2
+    reason = "a load takes 25000.0 ms and 0.0 us a token; computing takes 10000.0 us a token"
+    assert f"break_even_moved tokens=2500 was=10 reason='{reason}" in caplog.text
 
 
 def test_measurements_do_not_change_a_configured_minimum() -> None:
