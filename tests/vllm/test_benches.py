@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,8 @@ SMALL = Size(8, SLOT_BYTES, {})
         (
             "serve",
             ["--pairs", "1", "--conversations", "6"],
-            {"PROMPT_TOKENS": 128, "TURN_TOKENS": 32, "_SHAPE": {}},
-            7,
+            {"ON_CPU": replace(serve.ON_CPU, shape={}, prompt_tokens=128, turn_tokens=32)},
+            8,
         ),
         ("restart", ["--turns", "1", "--prompts", "1"], {"TOKENS": 256}, 2),
     ],
