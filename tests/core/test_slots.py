@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvoffload.core.order import FASTER, Came, LruOrder
@@ -15,6 +15,7 @@ SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8)
 
 
 @given(st.lists(st.tuples(SLOTS, st.booleans())))
+@example([([SlotId(0), SlotId(1)], False), ([SlotId(1), SlotId(0)], True)])
 def test_slots_are_evicted_in_the_order_of_their_last_uses(batches: list[tuple[list[SlotId], bool]]) -> None:
     order, model = LruOrder(), OrderedDict[SlotId, None]()
     order.grow(20)
