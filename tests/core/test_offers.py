@@ -56,7 +56,7 @@ def cases(draw: st.DrawFn) -> Case:
     keys, table, offered = [], [], []
     for number, size in enumerate(sizes):
         blocks = (draw(st.integers(0, 10)) if odd == "blocks" else count) * 4 // size
-        known = draw(st.integers(0, 10)) if odd == "keys" else blocks
+        known = draw(st.integers(0, 10)) if odd == "keys" else count * 4 // size
         keys.append([BlockKey(b"%d %d" % (number, position)) for position in range(known)])
         row = [DeviceBlockId(1 + 100 * number + position) for position in range(blocks)]
         nulls = draw(st.integers(0, found // size)) if number else 0
