@@ -51,9 +51,7 @@ class Offer(NamedTuple):
     blocks: Sequence[DeviceBlockId]
     record: RequestRecord | None = None
     incarnation: int = 0
-    places: Sequence[
-        int
-    ] = ()  # for each block, its position in the table times the number of groups, plus its group
+    places: Sequence[int] = ()  # of each block: its position times the number of groups, plus its group
 
     def one(self, number: int) -> Offer:
         """Return an offer of a single block."""
