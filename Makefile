@@ -36,7 +36,7 @@ ON_SGLANG = PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(SGLANG)
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hints bench-hooks bench-loads bench-node bench-policies bench-queue bench-remote bench-restart bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hints bench-hooks bench-instructions bench-loads bench-node bench-policies bench-queue bench-remote bench-restart bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
 .DELETE_ON_ERROR:
 
 help:
@@ -184,6 +184,9 @@ bench-hints: venv  ## count hits when clients say which sessions have ended
 
 bench-hooks: venv vllm-env  ## time the scheduler's hooks beside vLLM's connector
 	@$(VLLM_BENCH) hooks $(ARGS)
+
+bench-instructions: venv  ## count instructions in hooks beside another build
+	@$(BENCH) instructions $(ARGS)
 
 bench-loads: venv vllm-env  ## time first tokens of always, never and measured loads
 	@PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(if $(findstring --vllm,$(ARGS)),$(VLLM_BENCH),$(BENCH)) loads $(ARGS)

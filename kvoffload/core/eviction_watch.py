@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Iterable
 
 from kvoffload.core.jobs import Offer
 from kvoffload.core.request import RequestRecord, Watch
 from kvoffload.model.ids import BlockKey
-
-_KEY: Callable[[Offer], BlockKey] = itemgetter(0)
 
 
 class EvictionWatch:
@@ -28,13 +25,13 @@ class EvictionWatch:
         self._open: dict[tuple[BlockKey, ...], Watch] = {}
         """The watches that further requests may join, by their keys."""
 
-    def add(self, record: RequestRecord, offers: Sequence[Offer]) -> None:
-        """Remember a request's offers in case the host evicts their keys, except for keys already offered again."""
+    def add(self, record: RequestRecord, offer: Offer) -> None:
+        """Remember a request's offer in case the host evicts its keys, except for keys already offered again."""
         if record.stored_again:
-            offers = [offer for offer in offers if offer.key not in record.stored_again]
-        if not offers:
+            offer = offer.part([key not in record.stored_again for key in offer.keys])
+        if not offer.keys:
             return
-        keys = tuple(map(_KEY, offers))
+        keys = tuple(offer.keys)
         watch = self._open.get(keys)
         if watch is None:
             watch = self._open[keys] = Watch(keys)
@@ -42,7 +39,7 @@ class EvictionWatch:
                 self.watches.setdefault(key, {})[watch] = place
         if record not in watch.offers:
             record.watched.append(watch)
-        watch.offers[record] = offers
+        watch.offers[record] = offer
 
     def evicted(self, keys: Iterable[BlockKey]) -> list[Offer]:
         """Return the remembered offers of keys that the host has evicted, and forget them."""
@@ -50,9 +47,9 @@ class EvictionWatch:
         for key in keys:
             for watch, place in self.watches.pop(key, {}).items():
                 self._close(watch)
-                for record, offers in watch.offers.items():
+                for record, offer in watch.offers.items():
                     record.stored_again.add(key)
-                    again.append(offers[place])
+                    again.append(offer.one(place))
         return again
 
     def forget(self, record: RequestRecord) -> None:

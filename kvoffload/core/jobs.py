@@ -16,20 +16,22 @@ cover the time between these two moments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from operator import itemgetter
+from itertools import chain, compress
+from operator import not_
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from msgspec import Struct
 
 from kvoffload.core.machine import JOB, JobEvent, JobState
-from kvoffload.core.request import RequestRecord
+from kvoffload.core.request import RequestRecord, from_fields
 from kvoffload.core.slots import count, uncount
 from kvoffload.model.causes import CopyOutcome, LoadOutcome, StoreOutcome, TierOutcome
 from kvoffload.model.engine import BlockPool
 from kvoffload.model.events import CopiesResumed, CopiesStalled, Event
-from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, Rank, SlotId
+from kvoffload.model.groups import GroupSpec
+from kvoffload.model.ids import BlockKey, DeviceBlockId, JobId, Rank, SlotId
 from kvoffload.model.wire import LOWER_TIERS, AnyJob, CopyJob, Direction, JobReport, Tier, TransferPlan
 
 _PLANNED, _SUBMITTED, _ABANDONED = JobState.PLANNED, JobState.SUBMITTED, JobState.ABANDONED
@@ -40,21 +42,69 @@ JobT_contra = TypeVar("JobT_contra", contravariant=True)
 
 
 class Offer(NamedTuple):
-    """A computed block that may be stored.
+    """Computed blocks of one block table that may be stored, heads first. Each block gets an outcome of its own.
 
-    If the lazy planner found the block in the device's free queue, `record` is None and the fields after it are unused.
+    If the lazy planner found the blocks in the device's free queue, `record` is None and the fields after it are unused.
     """
 
-    key: BlockKey
-    block: DeviceBlockId
+    keys: Sequence[BlockKey]
+    blocks: Sequence[DeviceBlockId]
     record: RequestRecord | None = None
     incarnation: int = 0
-    group: GroupId = GroupId(0)
-    position: int = 0
+    places: Sequence[int] = ()  # of each block: its position times the number of groups, plus its group
+
+    def one(self, number: int) -> Offer:
+        """Return an offer of a single block."""
+        key, block, places = self.keys[number], self.blocks[number], self.places[number : number + 1]
+        return Offer((key,), (block,), self.record, self.incarnation, places)
+
+    def part(self, wanted: Sequence[bool]) -> Offer:
+        """Return an offer of the blocks for which `wanted` is True."""
+        keys, blocks = list(compress(self.keys, wanted)), list(compress(self.blocks, wanted))
+        return Offer(keys, blocks, self.record, self.incarnation, list(compress(self.places, wanted)))
+
+    def split(self, wanted: Sequence[bool]) -> tuple[Offer, Offer]:
+        """Return an offer of the blocks for which `wanted` is True, and one of the others."""
+        count = wanted.count(True)
+        if not all(wanted[:count]):
+            return self.part(wanted), self.part(list(map(not_, wanted)))
+        # Usually the wanted blocks are the head of a prefix.
+        keys, blocks, *table, places = self
+        head = _offer((keys[:count], blocks[:count], *table, places[:count]))
+        return head, _offer((keys[count:], blocks[count:], *table, places[count:]))
 
 
-TABLE: Callable[[Offer], tuple[RequestRecord | None, int]] = itemgetter(2, 3)
-"""Return the request and incarnation of an offer. Together they identify a block table."""
+_offer = from_fields(Offer)
+
+
+def keys_of(offers: Sequence[Offer]) -> Sequence[BlockKey]:
+    """Return the keys of all blocks in some offers, in the same order."""
+    if not offers[1:]:
+        return offers[0].keys
+    return list(chain.from_iterable([offer.keys for offer in offers]))
+
+
+def blocks_of(offers: Sequence[Offer]) -> Sequence[DeviceBlockId]:
+    """Return all blocks in some offers, in the same order."""
+    if not offers[1:]:
+        return offers[0].blocks
+    return list(chain.from_iterable([offer.blocks for offer in offers]))
+
+
+def some(offers: Iterable[Offer]) -> list[Offer]:
+    """Return the offers that have blocks."""
+    return [offer for offer in offers if offer.keys]
+
+
+def depth_of(place: int, groups: Sequence[GroupSpec]) -> int:
+    """Return how many tokens of a request are before the block at a place of an offer."""
+    position, group = divmod(place, len(groups))
+    return position * groups[group].block_tokens
+
+
+def singles(offers: Iterable[Offer]) -> list[Offer]:
+    """Return an offer for each block."""
+    return [offer.one(number) for offer in offers for number in range(len(offer.keys))]
 
 
 def owner(offer: Offer) -> RequestRecord | None:
@@ -158,10 +208,12 @@ class Store(DeviceJob, eq=False):
 
     Args:
         offers: the accepted offers, in the order of `slots`.
+        keys: the keys of their blocks, in the same order.
     """
 
     direction = Direction.STORE
     offers: list[Offer] = []
+    keys: list[BlockKey] = []
 
 
 class Load(DeviceJob, kw_only=True, eq=False):
@@ -366,15 +418,15 @@ class InFlight:
         None if the caller of `TierStore.reserve` copies it.
         """
         self.duplicates: dict[BlockKey, list[Offer]] = {}
-        """For each key, the waiting offers of other device blocks with the same content."""
+        """For each key, the waiting offers of other device blocks with the same content, each of a single block."""
 
     def began(self, keys: Iterable[BlockKey], job: Job | None) -> None:
         """Record that a job is copying these keys to the tier."""
         self.keys.update(dict.fromkeys(keys, job))
 
     def wait(self, duplicate: Offer) -> None:
-        """Defer an offer until the job that copies the offer's key has an outcome."""
-        self.duplicates.setdefault(duplicate.key, []).append(duplicate)
+        """Defer an offer of a single block until the job that copies the block's key has an outcome."""
+        self.duplicates.setdefault(duplicate.keys[0], []).append(duplicate)
 
     def ended(self, keys: Sequence[BlockKey]) -> list[Offer]:
         """Remove keys after their job's outcome. Return the offers that waited for these keys."""

@@ -306,22 +306,23 @@ class OffloadCore:
 
         Call this method after the step's block tables have been updated and stale entries zeroed.
         """
-        offers: list[Offer] = []
+        offers, groups = list[Offer](), len(self.state.shape.groups)
         for request, group, position, key, block in fact.states:
             record = self.state.requests.live.get(request)
             if record is None or record.state is not _RUNNING:
-                self.stores.refuse([Offer(key, block)], StoreOutcome.REQUEST_GONE)
+                self.stores.refuse([Offer((key,), (block,))], StoreOutcome.REQUEST_GONE)
                 continue
             if record.keys[group][position : position + 1] != [key]:
-                self.stores.refuse([Offer(key, block)], StoreOutcome.STALE)
+                self.stores.refuse([Offer((key,), (block,))], StoreOutcome.STALE)
                 continue
             end = (position + 1) * self.state.shape.groups[group].block_tokens
             limit = record.limits.store_tokens
             if limit is not None and end > limit:
-                self.stores.refuse([Offer(key, block)], StoreOutcome.LIMITED)
+                self.stores.refuse([Offer((key,), (block,))], StoreOutcome.LIMITED)
                 continue
             self.state.tables.put(record, group, position, block)
-            offers.append(Offer(key, block, record, record.incarnation, group, position))
+            place = position * groups + group
+            offers.append(Offer((key,), (block,), record, record.incarnation, (place,)))
             if end == record.boundary:
                 self._hits.boundary_stored(record)
         self._planner.states(offers)
@@ -334,13 +335,13 @@ class OffloadCore:
         for tail in tails:
             refused = self._refuses(tail)
             if refused is not None:
-                self.stores.refuse([Offer(tail.key, tail.block)], refused)
+                self.stores.refuse([Offer((tail.key,), (tail.block,))], refused)
                 continue
             record = self.state.requests.live[tail.request]
             record.tail = tail.tokens
-            offers[tail.key] = Offer(tail.key, tail.block)
+            offers[tail.key] = Offer((tail.key,), (tail.block,))
             for key, block in self._attention_of(record, tail.tokens):
-                offers[key] = Offer(key, block)
+                offers[key] = Offer((key,), (block,))
         self._planner.tails(list(offers.values()))
 
     def _refuses(self, tail: facts.TailHandedOff) -> StoreOutcome | None:

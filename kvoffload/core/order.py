@@ -46,6 +46,9 @@ class EvictionOrder(Protocol):
     def add(self, slots: Sequence[SlotId], came: Came, now: float) -> None:
         """Add slots; the first one must be taken first. `now` is the time in seconds."""
 
+    def renew(self, slots: Sequence[SlotId], now: float) -> None:
+        """Add slots that were used, as USED; those in the order move to their new place."""
+
     def remove(self, slots: Sequence[SlotId]) -> None:
         """Remove slots. Raises KeyError if one is not in the order."""
 
@@ -100,6 +103,29 @@ class LruOrder:
         if came is _ENDED:
             self._last_ended = SlotId(last)
         self.count += len(slots)
+
+    def renew(self, slots: Sequence[SlotId], now: float) -> None:
+        """Make slots the most recently used, the last one most recently, whether they are in the order or not."""
+        after, before, used_at = self._after, self._before, self.used_at
+        last, joined = before[-1], 0
+        for slot in slots:
+            used_at[slot] = now
+            if (following := after[slot]) == _ABSENT:
+                joined += 1
+            else:
+                preceding = before[slot]
+                if slot == self._last_ended:
+                    self._last_ended = SlotId(preceding)
+                if slot == last:
+                    continue  # it is at the end already
+                after[preceding] = following
+                before[following] = preceding
+            after[last] = slot
+            before[slot] = last
+            last = slot
+        after[last] = _END
+        before[_END] = last
+        self.count += joined
 
     def remove(self, slots: Sequence[SlotId]) -> None:
         """Remove slots. The order must contain all of them."""

@@ -8,12 +8,12 @@ To add a planner, write a class with the name and the seven methods of `EagerPla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, repeat
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from operator import itemgetter
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
-from kvoffload.core.jobs import Offer
+from kvoffload.core.jobs import Offer, depth_of, singles, some
 from kvoffload.core.machine import RequestState, SlotState
 from kvoffload.core.recent import RecentItems
 from kvoffload.core.request import RequestRecord, from_fields
@@ -22,11 +22,11 @@ from kvoffload.core.stores import MISS_CAUSES, Stores
 from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.facts import StepScheduled, TailHandedOff
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, GroupId
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId
 
 _RUNNING = RequestState.RUNNING
-_POSITION: Callable[[Offer], int] = itemgetter(5)
 _offer = from_fields(Offer)
+T = TypeVar("T")
 
 
 class EagerPlanner:
@@ -93,8 +93,9 @@ class EagerPlanner:
         """Count a preempted request's blocks as lost, except those offered before or cached on the host."""
         self._due.pop(record, None)
         index = self._state.pool.index
-        lost = [offer for offer in _confirmed(self._state, record, self._stores) if offer.key not in index]
-        self._stores.refuse(lost, StoreOutcome.LOST)
+        for offer in _confirmed(self._state, record, self._stores):
+            lost = offer.part([key not in index for key in offer.keys])
+            self._stores.refuse((lost,), StoreOutcome.LOST)
         record.offered = [*self._state.none_offered]
 
 
@@ -130,16 +131,17 @@ class TwicePlanner(EagerPlanner):
         empty = pool.count(SlotState.EMPTY)
         known, fresh = list[Offer](), list[Offer]()
         for offer in offers:
-            key = offer.key
-            has_slot = key in pool.index or key in in_flight
-            if has_slot or empty > 0 or key in offered:
-                known.append(offer)
-                empty -= not has_slot
-            else:
-                fresh.append(offer)
-            offered.add(key, pool.capacity)
-        self._stores.refuse(fresh, StoreOutcome.SEEN_ONCE)
-        return known
+            is_known = list[bool]()
+            for key in offer.keys:
+                has_slot = key in pool.index or key in in_flight
+                is_known.append(has_slot or empty > 0 or key in offered)
+                empty -= is_known[-1] and not has_slot
+                offered.add(key, pool.capacity)
+            known_part, fresh_part = offer.split(is_known)
+            known.append(known_part)
+            fresh.append(fresh_part)
+        self._stores.refuse(some(fresh), StoreOutcome.SEEN_ONCE)
+        return some(known)
 
 
 class LazyPlanner:
@@ -213,8 +215,8 @@ class LazyPlanner:
     def preempted(self, record: RequestRecord) -> None:
         """Count a preempted request's blocks as lost if they have already been allocated again."""
         offers = self._unknown(record)
-        held = self._state.device.keys_of([offer.block for offer in offers])
-        lost = [offer for offer, holds in zip(offers, held, strict=True) if holds != offer.key]
+        held = self._state.device.keys_of([offer.blocks[0] for offer in offers])
+        lost = [offer for offer, holds in zip(offers, held, strict=True) if holds != offer.keys[0]]
         self._stores.refuse(lost, StoreOutcome.LOST)
         record.offered = [*self._state.none_offered]
 
@@ -264,7 +266,7 @@ class LazyPlanner:
                 # neighbouring blocks could evict this copy, and storing this block again could evict the neighbours.
                 room -= state.pool.use((slot,))
             elif key not in self._stores.in_flight.keys:
-                offers.append(Offer(key, block))
+                offers.append(Offer((key,), (block,)))
         fitting, no_slot = offers[:room], offers[room:]
         stored = fitting[: self._stores.room]
         is_all = stored == fitting and not (no_slot and state.growing)
@@ -274,18 +276,19 @@ class LazyPlanner:
         self._stores.offer(stored[::-1])
         outcome = StoreOutcome.NOT_READY if state.growing else StoreOutcome.HOST_FULL
         cause = MISS_CAUSES[outcome]
-        refused = [offer for offer in no_slot if state.misses.cause(offer.key) is not cause]
+        refused = [offer for offer in no_slot if state.misses.cause(offer.keys[0]) is not cause]
         self._stores.refuse(refused, outcome)
 
     def _unknown(self, record: RequestRecord) -> list[Offer]:
-        """Return offers of the request's blocks that are neither on the host nor being copied there, heads first."""
+        """Return an offer of each block of the request that is neither on the host nor being copied there, heads first."""
         index, in_flight = self._state.pool.index, self._stores.in_flight.keys
-        offers = [*_confirmed(self._state, record, self._stores), *_handed_off(self._state, record)]
+        states = list(_handed_off(self._state, record))
         if record.limits.store_tokens is not None:
-            offers = self._stores.within(record.limits.store_tokens, offers)
-        if self._for_states:
-            _sort_by_depth(offers, self._state)
-        return [offer for offer in offers if offer.key not in index and offer.key not in in_flight]
+            states = self._stores.within(record.limits.store_tokens, states)
+        offers = [*singles(_confirmed(self._state, record, self._stores)), *states]
+        if states:
+            offers.sort(key=lambda offer: depth_of(offer.places[0], self._state.shape.groups))
+        return [offer for offer in offers if offer.keys[0] not in index and offer.keys[0] not in in_flight]
 
 
 StorePlanner = EagerPlanner | LazyPlanner
@@ -321,54 +324,78 @@ def _can_look_ahead(state: CoreState) -> bool:
     return 4 * state.shape.turnover_blocks < state.shape.device_blocks
 
 
-def _confirmed(state: CoreState, record: RequestRecord, stores: Stores) -> list[Offer]:
-    """Return offers of the blocks confirmed since the last call, heads first, and mark them as offered.
+def _confirmed(state: CoreState, record: RequestRecord, stores: Stores) -> Sequence[Offer]:
+    """Return an offer of the blocks confirmed since the last call, and mark them as offered; no offer without blocks.
 
     Refuse blocks beyond the request's own limit. Ignore loaded blocks, which the host has, and recurrent states, which are offered when the engine hands them off.
     """
-    shape, offered, confirmed_tokens = state.shape, record.offered, record.confirmed_tokens
-    offers: list[Offer] = []
-    if shape.block_tokens and confirmed_tokens < (min(offered) + 1) * shape.block_tokens:
-        return offers
+    size, offered = state.shape.block_tokens, record.offered
+    if size and record.confirmed_tokens < (min(offered) + 1) * size:
+        return ()
+    offer = (_in_step(record, size) if size else None) or _by_group(state, record)
+    if offer is None:
+        return ()
+    limit = record.limits.store_tokens
+    return (offer,) if limit is None else stores.within(limit, (offer,))
+
+
+def _in_step(record: RequestRecord, size: int) -> Offer | None:
+    """Return an offer of the same positions of all groups, or None if they differ. All groups have equal blocks."""
+    table, keys, offered, groups = record.table, record.keys, record.offered, len(record.keys)
+    assert table is not None, record
+    first, end = offered[0], record.confirmed_tokens // size
+    if groups == 1:
+        blocks, found_keys = table[0][first:end], keys[0][first:end]
+    else:
+        if min(map(len, table)) < end or min(map(len, keys)) < end or offered.count(first) < groups:
+            return None
+        blocks, found_keys = _interleaved(table, first, end), _interleaved(keys, first, end)
+    count = len(blocks)
+    if not count or count != len(found_keys):
+        return None
+    if first * size < record.loaded_tokens and _lacks_some(record, blocks, first, size):
+        return None
+    end = first + count // groups
+    record.offered = [end] * groups
+    return _offer((found_keys, blocks, record, record.incarnation, range(first * groups, end * groups)))
+
+
+def _lacks_some(record: RequestRecord, blocks: Sequence[DeviceBlockId], first: int, size: int) -> bool:
+    """Return whether some blocks of a hit must not be offered: those loaded, or null blocks of the device's own hit.
+
+    In a window group, the blocks before the window of the device's own hit are null blocks.
+    """
+    groups, loaded = len(record.keys), record.loaded_tokens // size
+    of_hit = blocks[: (loaded - first) * groups]
+    return record.found_tokens // size < loaded or NULL_BLOCK in of_hit
+
+
+def _interleaved(columns: Sequence[list[T]], first: int, end: int) -> list[T]:
+    """Return the items of all columns from `first` to `end`: the first of each column, then the second of each."""
+    return list(chain.from_iterable(zip(*[column[first:end] for column in columns], strict=True)))
+
+
+def _by_group(state: CoreState, record: RequestRecord) -> Offer | None:
+    """Return an offer of the blocks that each group has confirmed, without loaded blocks and null blocks of a hit."""
     assert record.table is not None, record
-    incarnation = record.incarnation
+    groups, rows = len(record.keys), list[tuple[int, BlockKey, DeviceBlockId, int]]()
     for number, size in state.offered_groups:
-        first, blocks, keys = offered[number], record.table[number], record.keys[number]
-        end = min(confirmed_tokens // size, len(blocks), len(keys))
+        first, blocks, keys = record.offered[number], record.table[number], record.keys[number]
+        end = min(record.confirmed_tokens // size, len(blocks), len(keys))
         if end <= first:
             continue
-        offered[number] = end
-        if first * size < record.loaded_tokens:
-            hit, first = _of_hit(record, number, first, end, size)
-            offers += hit
-        if end - first == 1:  # a fast path for decoding requests
-            offers += (_offer((keys[first], blocks[first], record, incarnation, number, first)),)
-        else:
-            places = repeat(record), repeat(incarnation), repeat(number), count(first)
-            offers += map(_offer, zip(keys[first:end], blocks[first:end], *places, strict=False))
-    if offers and len(shape.groups) > 1:
-        _sort_by_depth(offers, state)
-    if offers and record.limits.store_tokens is not None:
-        return stores.within(record.limits.store_tokens, offers)
-    return offers
-
-
-def _of_hit(
-    record: RequestRecord, group: GroupId, first: int, end: int, size: int
-) -> tuple[Sequence[Offer], int]:
-    """Return offers of the device's own hit, without null blocks, and the position of the first block after a load.
-
-    If no block must be left out, return no offers and `first`, so that the caller offers all blocks alike.
-    """
-    assert record.table is not None, record
-    loaded, found = min(record.loaded_tokens // size, end), min(record.found_tokens // size, end)
-    blocks = record.table[group][first:found]
-    # In a window group, the blocks before the window of the device's own hit are null blocks.
-    if found == loaded and NULL_BLOCK not in blocks:
-        return (), first
-    places = repeat(record), repeat(record.incarnation), repeat(group), count(first)
-    fields = zip(record.keys[group][first:found], blocks, *places, strict=False)
-    return [_offer(each) for each in fields if each[1] != NULL_BLOCK], loaded
+        record.offered[number] = end
+        found, loaded = record.found_tokens // size, record.loaded_tokens // size
+        of_hit = [position for position in range(first, min(found, end)) if blocks[position] != NULL_BLOCK]
+        rows += [
+            (position * size, keys[position], blocks[position], position * groups + number)
+            for position in (*of_hit, *range(max(first, loaded), end))
+        ]
+    if not rows:
+        return None
+    rows.sort(key=itemgetter(0))
+    _, *columns, places = zip(*rows, strict=True)
+    return _offer((*map(list, columns), record, record.incarnation, places))
 
 
 def _handed_off(state: CoreState, record: RequestRecord) -> Iterator[Offer]:
@@ -379,12 +406,5 @@ def _handed_off(state: CoreState, record: RequestRecord) -> Iterator[Offer]:
             number, keys = group.group, record.keys[group.group]
             for position, block in enumerate(record.table[number]):
                 if block != NULL_BLOCK:
-                    yield Offer(keys[position], block, record, record.incarnation, number, position)
-
-
-def _sort_by_depth(offers: list[Offer], state: CoreState) -> None:
-    sizes = [group.block_tokens for group in state.shape.groups]
-    if len(set(sizes)) == 1:
-        offers.sort(key=_POSITION)
-    else:
-        offers.sort(key=lambda offer: offer.position * sizes[offer.group])
+                    place = position * len(record.keys) + number
+                    yield Offer((keys[position],), (block,), record, record.incarnation, (place,))

@@ -54,13 +54,13 @@ class Watch(Struct, eq=False):
     """Keys that the host had when requests offered them, and the offers to repeat if the host evicts one of the keys.
 
     Args:
-        keys: the keys, in the order of each request's offers.
-        offers: for each request that offered exactly these keys, its offers. `EvictionWatch` writes it.
+        keys: the keys, in the order of each request's offer.
+        offers: for each request that offered exactly these keys, its offer. `EvictionWatch` writes it.
         is_open: True if further requests may join. False once the host has evicted one of the keys.
     """
 
     keys: tuple[BlockKey, ...]
-    offers: dict[RequestRecord, Sequence[Any]] = {}
+    offers: dict[RequestRecord, Any] = {}
     is_open: bool = True
 
 
@@ -298,20 +298,18 @@ class Requests:
         for slot in record.loading:
             self.loading.setdefault(slot, []).append(record)
 
-    def stores(
-        self, concerns: dict[RequestRecord, None], tables: Iterable[tuple[RequestRecord | None, int]]
-    ) -> None:
+    def stores(self, concerns: dict[RequestRecord, None], offers: Iterable[Any]) -> None:
         """Count a store as a job of each request whose blocks the store copies.
 
         Args:
-            concerns: the requests already counted; the method adds requests that still have one of the `tables`.
-            tables: block tables, each given by a request and an incarnation. The request is None for an offer that no
-                request made.
+            concerns: the requests already counted; the method adds requests that still have the table of an offer.
+            offers: the offers (`Offer`) whose blocks the store copies.
         """
-        for record, incarnation in dict.fromkeys(tables):
+        for offer in offers:
+            record = offer.record
             if record is None or record in concerns:
                 continue
-            if record.incarnation == incarnation and record.state < _FINISHING:
+            if record.incarnation == offer.incarnation and record.state < _FINISHING:
                 concerns[record] = None
                 record.jobs += 1
 

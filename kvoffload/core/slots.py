@@ -279,12 +279,10 @@ class SlotPool:
         """
         once = dict.fromkeys(slots[::-1])
         ready = self._ready(slots if len(once) == len(slots) else [*reversed(once)])
-        unheld = self._not_held(ready)
-        self.order.remove(unheld)
         if held:
             uncount(self.holds, held)
-            unheld = self._not_held(ready)
-        self.order.add(unheld, _USED, self.now)
+        unheld = self._not_held(ready)
+        self.order.renew(unheld, self.now)
         return len(unheld)
 
     def set_session(self, slots: Iterable[SlotId], session: int) -> None:

@@ -5,19 +5,20 @@
                 │  └── waiting: for room under the lease limit, for the request's end, for the store of a duplicate
                 └─ declined (`_settle`)
 
-Every offer gets exactly one outcome. Until then it is in `RequestRecord.waiting`, among the duplicates of `InFlight`,
-in `again` for the next step, or in an open job.
+Every offered block gets exactly one outcome. Until then it is in `RequestRecord.waiting`, among the duplicates of
+`InFlight`, in `again` for the next step, or in an open job. An offer has all blocks that a request offers at a time, in
+columns. Only blocks that cannot all be accepted are decided on one by one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import groupby
-from operator import itemgetter
+from collections.abc import Sequence
+from itertools import chain, compress, islice
+from operator import not_
 
 from kvoffload.core.eviction_watch import EvictionWatch
-from kvoffload.core.jobs import TABLE, Failure, Offer, Store, owner
+from kvoffload.core.jobs import Failure, Offer, Store, blocks_of, keys_of, owner, singles, some
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import Position, RequestRecord
 from kvoffload.core.state import CoreState
@@ -29,8 +30,6 @@ from kvoffload.model.wire import Direction, JobReport
 
 _STORED, _ALREADY_CACHED = StoreOutcome.STORED, StoreOutcome.ALREADY_CACHED
 _FINISHING = RequestState.FINISHING
-_KEY: Callable[[Offer], BlockKey] = itemgetter(0)
-_BLOCK: Callable[[Offer], DeviceBlockId] = itemgetter(1)
 
 
 class Stores:
@@ -48,7 +47,7 @@ class Stores:
         self.states_for_room: dict[RequestRecord, deque[Position]] = {}
         """Like `for_room`, but for recurrent states, which get room first: a prefix without its state is useless."""
         self.again: list[Offer] = []
-        """Offers to decide on again in the next step."""
+        """Offers to decide on again in the next step, each of a single block."""
         self.leased_blocks = 0
         """The number of device blocks that open stores lease."""
 
@@ -61,8 +60,10 @@ class Stores:
 
     def offer(self, offers: Sequence[Offer], *, last_chance: bool = False) -> None:
         """Decide on new offers. With `last_chance`, the request is ending, so that none of its offers can wait."""
-        self._state.tally.offered(len(offers))
-        self._decide(offers, last_chance=last_chance)
+        if offers:
+            keys = keys_of(offers)
+            self._state.tally.offered(len(keys))
+            self._decide(offers, keys, last_chance=last_chance)
 
     def offer_tails(self, offers: Sequence[Offer]) -> None:
         """Decide on offers of the blocks of tails, whose keys the caller has compared with the engine's own hashes.
@@ -70,28 +71,31 @@ class Stores:
         The key of an attention block in a tail differs from the engine's hash once the block is whole. The offers name no
         request, and none of them waits.
         """
-        self._state.tally.offered(len(offers))
+        self._state.tally.offered(len(keys_of(offers)) if offers else 0)
         fresh = self._fresh(offers)
-        self._admit_some(fresh, [offer.key for offer in fresh], last_chance=True)
+        self._admit_some(fresh, keys_of(fresh) if fresh else (), last_chance=True)
 
     def refuse(self, offers: Sequence[Offer], outcome: StoreOutcome) -> None:
         """Count an offer with this outcome for each block that cannot be stored."""
-        if offers:
-            self._state.tally.offered(len(offers))
-        for offer in offers:
-            self._settle(offer.key, outcome)
+        keys = keys_of(offers) if offers else ()
+        if keys:
+            self._state.tally.offered(len(keys))
+            self._settle(keys, outcome)
 
     def within(self, limit_tokens: int, offers: Sequence[Offer]) -> list[Offer]:
         """Return the offers of blocks within a request's limit. Refuse the others, unless the host has their blocks."""
         groups, index = self._state.shape.groups, self._state.pool.index
         allowed, excluded = list[Offer](), list[Offer]()
         for offer in offers:
-            if (offer.position + 1) * groups[offer.group].block_tokens <= limit_tokens:
-                allowed.append(offer)
-            elif offer.key not in index:
-                excluded.append(offer)
-        self.refuse(excluded, StoreOutcome.LIMITED)
-        return allowed
+            places = [divmod(place, len(groups)) for place in offer.places]
+            is_within = [
+                (position + 1) * groups[group].block_tokens <= limit_tokens for position, group in places
+            ]
+            allowed.append(offer.part(is_within))
+            beyond = zip(offer.keys, is_within, strict=True)
+            excluded.append(offer.part([not (fits or key in index) for key, fits in beyond]))
+        self.refuse(some(excluded), StoreOutcome.LIMITED)
+        return some(allowed)
 
     def offer_again(self, offers: Sequence[Offer]) -> None:
         """Defer offers that waited for a failed job to the next step."""
@@ -107,11 +111,12 @@ class Stores:
         """Decide on the offers in `again`, then on as many offers that wait for room as there is room for."""
         if self.again:
             again, self.again = self.again, []
-            self._decide(again, last_chance=False)
+            self._decide(again, keys_of(again), last_chance=False)
         if self.for_room or self.states_for_room:
             # While host memory grows, an offer without a slot keeps waiting instead of being declined.
             room = min(self.room, self._state.pool.room) if self._state.growing else self.room
-            self._decide(self._take_for_room(room), last_chance=False)
+            if waited := self._take_for_room(room):
+                self._decide(waited, keys_of(waited), last_chance=False)
 
     def ending(self, record: RequestRecord) -> None:
         """Decide for the last time on the waiting offers of a request that is ending."""
@@ -121,11 +126,11 @@ class Stores:
         # Heads come first, as in every list of a request's blocks.
         positions = sorted(record.waiting, key=lambda position: position[1] * sizes[position[0]])
         self._stop_waiting(record)
-        self._decide([self._offer_of(record, *position) for position in positions], last_chance=True)
+        waited = [self._offer_of(record, *position) for position in positions]
+        self._decide(waited, keys_of(waited), last_chance=True)
 
     def settle_waiting(self, record: RequestRecord, outcome: StoreOutcome) -> None:
-        for group, position in record.waiting:
-            self._settle(record.keys[group][position], outcome)
+        self._settle([record.keys[group][position] for group, position in record.waiting], outcome)
         self._stop_waiting(record)
 
     def schedule(self, job: Store) -> None:
@@ -135,33 +140,33 @@ class Stores:
 
     # -- deciding -----------------------------------------------------------------------------------------------
 
-    def _decide(self, offers: Sequence[Offer], *, last_chance: bool) -> None:
-        """Accept, decline or defer each offer. If there are too few slots, earlier offers are accepted."""
+    def _decide(self, offers: Sequence[Offer], keys: Sequence[BlockKey], *, last_chance: bool) -> None:
+        """Accept, decline or defer each offered block. If there are too few slots, earlier blocks are accepted."""
         state = self._state
         if state.degraded is not None:
-            for offer in offers:
-                self._settle(offer.key, StoreOutcome.DEGRADED)
+            self._settle(keys, StoreOutcome.DEGRADED)
             return
-        keys = list(map(_KEY, offers))
         if not (self.in_flight.keys.keys().isdisjoint(keys) and state.pool.index.isdisjoint(keys)):
             offers = self._fresh(offers)
-        if not offers:
-            return
+            if not offers:
+                return
+            keys = keys_of(offers)
         # Compare each key with the engine's own hash of the block, to detect stale offers (R7).
-        held = state.device.keys_of(list(map(_BLOCK, offers)))
+        blocks = blocks_of(offers)
+        held = state.device.keys_of(blocks)
         if None in held and not state.epoch:
             offers, held = self._hashed(offers, held)
             if not offers:
                 return
-        keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
+            keys, blocks = keys_of(offers), blocks_of(offers)
         if (
             not state.epoch
-            and held == keys
-            and len(keys) <= min(state.pool.room, self.room)
+            and held == [*keys]
+            and (count := len(keys)) <= min(state.pool.room, self.room)
             and state.leases.counts.keys().isdisjoint(blocks)
-            and len(set(keys)) == len(keys)
+            and len(set(keys)) == count
         ):
-            self._accept(offers)  # fast path: usually all offers are accepted
+            self._accept(offers, keys, blocks)  # fast path: usually all blocks are accepted
         else:
             self._admit_some(offers, held, last_chance=last_chance)
 
@@ -173,14 +178,16 @@ class Stores:
         parts, in_flight = self._state.pool.index.parts, self.in_flight
         fresh: list[Offer] = []
         cached: list[Offer] = []
-        keys_in_flight = in_flight.keys
         for offer in offers:
-            key = offer.key
-            if key in parts[key[0]]:
-                cached.append(offer)
-            elif key in keys_in_flight:
-                in_flight.wait(offer)
-            else:
+            is_cached = [key in parts[key[0]] for key in offer.keys]
+            if True in is_cached:
+                found, offer = offer.split(is_cached)
+                cached.append(found)
+            if not in_flight.keys.keys().isdisjoint(offer.keys):
+                duplicates, offer = offer.split([key in in_flight.keys for key in offer.keys])
+                for duplicate in singles([duplicates]):
+                    in_flight.wait(duplicate)
+            if offer.keys:
                 fresh.append(offer)
         if cached:
             self._already_cached(cached)
@@ -190,32 +197,34 @@ class Stores:
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
         """Decline offers of blocks that the engine did not hash; return the rest, with their blocks' keys."""
-        copied, left, unhashed = self._state.leases.counts, list[int](), list[BlockKey]()
-        for number, (offer, holds) in enumerate(zip(offers, held, strict=True)):
-            if holds is not None or offer.block == NULL_BLOCK or offer.block in copied:
-                left.append(number)
-            else:
-                unhashed.append(offer.key)
+        copied = self._state.leases.counts
+        is_hashed = [
+            holds is not None or block == NULL_BLOCK or block in copied
+            for block, holds in zip(blocks_of(offers), held, strict=True)
+        ]
+        unhashed = list(compress(keys_of(offers), map(not_, is_hashed)))
         if unhashed:
             self._state.tally.count_stores(StoreOutcome.NOT_HASHED, len(unhashed))
             self._state.misses.note(unhashed, MISS_CAUSES[StoreOutcome.NOT_HASHED])
-        return [offers[number] for number in left], [held[number] for number in left]
+        each = iter(is_hashed)
+        left = [offer.part(list(islice(each, len(offer.keys)))) for offer in offers]
+        return some(left), list(compress(held, is_hashed))
 
     def _admit_some(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None], *, last_chance: bool
     ) -> None:
-        """Accept offers in order while there is room. A duplicate of an accepted offer waits for that offer's store."""
+        """Accept blocks in order while there is room. A duplicate of an accepted block waits for that block's store."""
         state = self._state
         accepted: dict[BlockKey, Offer] = {}
         duplicates: list[Offer] = []
         copied, host_room, lease_room = state.leases.counts, state.pool.room, self.room
         room = min(host_room, lease_room)
-        for offer, holds in zip(offers, held, strict=True):
-            key = offer.key
+        for offer, holds in zip(singles(offers), held, strict=True):
+            key = offer.keys[0]
             if key in accepted:
                 duplicates.append(offer)
                 continue
-            is_known = holds == key and offer.block not in copied and not state.epoch
+            is_known = holds == key and offer.blocks[0] not in copied and not state.epoch
             verdict = offer if is_known else self._by_block(offer, holds)
             if not isinstance(verdict, Offer):
                 self._decline(offer, verdict, last_chance=last_chance)
@@ -224,7 +233,8 @@ class Stores:
             else:
                 self._decline(offer, self._without_room(host_room <= lease_room), last_chance=last_chance)
         if accepted:
-            self._accept(list(accepted.values()))
+            taken = list(accepted.values())
+            self._accept(taken, keys_of(taken), blocks_of(taken))
         for duplicate in duplicates:
             self.in_flight.wait(duplicate)
 
@@ -236,10 +246,11 @@ class Stores:
 
     def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | StoreOutcome:
         """Return the offer with a block that has its key, or an outcome if the offer must be declined (R3, R7, R10)."""
-        state, block = self._state, offer.block
+        state, key, was = self._state, offer.keys[0], offer.blocks[0]
+        block = was
         if block == NULL_BLOCK:
             # The table's position was zeroed, but another block on the device may have the key.
-            block = state.device.block_of(offer.key) or NULL_BLOCK
+            block = state.device.block_of(key) or NULL_BLOCK
             if block == NULL_BLOCK:
                 return StoreOutcome.STALE
             holds = state.device.keys_of((block,))[0]
@@ -247,9 +258,9 @@ class Stores:
             return StoreOutcome.BEFORE_RESET
         if block in state.leases.counts:
             return StoreOutcome.FAILED
-        if holds != offer.key:
+        if holds != key:
             return StoreOutcome.NOT_HASHED if holds is None else StoreOutcome.STALE
-        return offer if block == offer.block else offer._replace(block=block)
+        return offer if block == was else offer._replace(blocks=(block,))
 
     def _is_since_reset(self, offer: Offer, block: DeviceBlockId) -> bool:
         """Return whether a block and its request's earlier blocks were computed after the last reset (R10)."""
@@ -261,28 +272,32 @@ class Stores:
         """Defer an offer if its outcome may still change; otherwise settle the offer."""
         record = owner(offer) if outcome in _WAITS and not last_chance else None
         if record is None:
-            self._settle(offer.key, outcome)
+            self._settle(offer.keys, outcome)
             return
-        position = (offer.group, offer.position)
-        record.waiting[position] = None
+        groups = self._state.shape.groups
+        position, group = divmod(offer.places[0], len(groups))
+        place = groups[group].group, position
+        record.waiting[place] = None
         if outcome in _FOR_ROOM:
-            kind = self._state.shape.groups[offer.group].kind
-            queue = self.states_for_room if kind is AttentionKind.RECURRENT else self.for_room
-            queue.setdefault(record, deque()).append(position)
+            is_state = groups[group].kind is AttentionKind.RECURRENT
+            queue = self.states_for_room if is_state else self.for_room
+            queue.setdefault(record, deque()).append(place)
         if outcome is not StoreOutcome.LEASE_LIMIT:
-            self._state.misses.note((offer.key,), MISS_CAUSES[outcome])
+            self._state.misses.note(offer.keys, MISS_CAUSES[outcome])
 
-    def _accept(self, offers: Sequence[Offer]) -> None:
-        """Add offers to the step's job: reserve slots and lease the blocks. There must be room for all offers."""
+    def _accept(
+        self, offers: Sequence[Offer], keys: Sequence[BlockKey], blocks: Sequence[DeviceBlockId]
+    ) -> None:
+        """Add offers to the step's job: reserve slots and lease the blocks. There must be room for all blocks."""
         state = self._state
         job = self.batch
         if job is None:
             job = self.batch = Store(self, [], [])
             state.jobs.plan(job)
-        keys, blocks = list(map(_KEY, offers)), list(map(_BLOCK, offers))
         slots, evicted = state.pool.reserve(keys)
         job.slots += slots
         job.offers += offers
+        job.keys += keys
         self.in_flight.began(keys, job)
         if evicted:
             state.evicted(evicted)
@@ -291,7 +306,7 @@ class Stores:
         state.leases.take(blocks)
         job.targets += blocks
         self.leased_blocks += len(blocks)
-        state.requests.stores(job.concerns, map(TABLE, offers))
+        state.requests.stores(job.concerns, offers)
 
     # -- endings ------------------------------------------------------------------------------------------------
 
@@ -311,9 +326,8 @@ class Stores:
             for slot in job.slots:
                 pool.invalidate(slot)
             outcome = why.of_store if self._state.degraded is None else StoreOutcome.DEGRADED
-            for offer in job.offers:
-                self._settle(offer.key, outcome)
-            self.again += self.in_flight.ended(list(map(_KEY, job.offers)))
+            self._settle(job.keys, outcome)
+            self.again += self.in_flight.ended(job.keys)
         if why is Failure.TIMED_OUT:
             for slot in job.slots:
                 pool.quarantine(slot)
@@ -338,36 +352,34 @@ class Stores:
         for record in tuple(self._state.requests.live.values()):
             self.settle_waiting(record, outcome)
         again, self.again = self.again, []
-        for offer in again:
-            self._settle(offer.key, outcome)
+        if again:
+            self._settle(keys_of(again), outcome)
 
     def _arrived(self, job: Store) -> None:
         """Let lookups find a store's blocks, which every rank has copied. The deepest blocks are evicted first."""
         state = self._state
         job.settled = True
         state.retention.arrived(job)
-        persists = self._persists if state.requests.some_private else None
-        if persists is not None:
-            state.pool.private.update(
-                [slot for slot, offer in zip(job.slots, job.offers, strict=True) if not persists(offer)]
-            )
+        keys, lasting = job.keys, job.keys
+        if state.requests.some_private:
+            lasts = [self._persists(offer) for offer in job.offers for _ in offer.keys]
+            state.pool.private.update(compress(job.slots, map(not_, lasts)))
+            lasting = list(compress(keys, lasts))
         state.pool.fill(job.slots[::-1])
-        keys = list(map(_KEY, job.offers))
         state.misses.arrived(keys)
         for tier in state.tiers:
             if tier.takes_all:
-                last = job.offers if persists is None else list(filter(persists, job.offers))
-                tier.reuse([offer.key for offer in reversed(last)])
+                tier.reuse(lasting[::-1])
         if duplicates := self.in_flight.ended(keys):
             self.arrived_otherwise(duplicates)
-        state.tally.count_stores(_STORED, len(job.offers))
+        state.tally.count_stores(_STORED, len(keys))
         shape = state.shape
         if shape.state_key_ends and (states := shape.count_states(keys)):
             state.tally.events.append(StatesCopied(Direction.STORE, states))
 
     @staticmethod
     def _persists(offer: Offer) -> bool:
-        """Return whether later processes may find an offer's block, once some request's blocks must not be found.
+        """Return whether later processes may find an offer's blocks, once some request's blocks must not be found.
 
         The lazy planner's offers do not say whose blocks they are.
         """
@@ -375,11 +387,13 @@ class Stores:
 
     # -- outcomes -----------------------------------------------------------------------------------------------
 
-    def _settle(self, key: BlockKey, outcome: StoreOutcome) -> None:
-        self._state.tally.count_stores(outcome)
-        cause = MISS_CAUSES.get(outcome)
-        if cause is not None and key not in self._state.pool.index:
-            self._state.misses.note((key,), cause)
+    def _settle(self, keys: Sequence[BlockKey], outcome: StoreOutcome) -> None:
+        if not keys:
+            return
+        self._state.tally.count_stores(outcome, len(keys))
+        if (cause := MISS_CAUSES.get(outcome)) is not None:
+            index = self._state.pool.index
+            self._state.misses.note([key for key in keys if key not in index], cause)
 
     def _already_cached(self, offers: Sequence[Offer]) -> None:
         """Settle offers of blocks that the host has, and watch for the eviction of these blocks (R8).
@@ -388,21 +402,21 @@ class Stores:
         least recently used (R15). All of its blocks are marked together when the request releases its slots.
         """
         state = self._state
-        state.tally.count_stores(_ALREADY_CACHED, len(offers))
+        state.tally.count_stores(_ALREADY_CACHED, len(keys_of(offers)))
         # The head comes last, so that it is evicted last.
         if ownerless := self._share(offers[::-1]):
-            state.pool.use([state.pool.index[offer.key] for offer in ownerless])
+            keys = chain.from_iterable([reversed(offer.keys) for offer in ownerless])
+            state.pool.use([state.pool.index[key] for key in keys])
 
     def _share(self, offers: Sequence[Offer]) -> list[Offer]:
         """Watch for the eviction of blocks that other requests stored; return the offers that no request makes now."""
         ownerless: list[Offer] = []
-        for _, of_table in groupby(offers, TABLE):
-            run = list(of_table)
-            if (record := owner(run[0])) is None:
-                ownerless += run
+        for offer in offers:
+            if (record := owner(offer)) is None:
+                ownerless.append(offer)
             else:
                 self._state.retention.share(record)
-                self.evictions.add(record, run)
+                self.evictions.add(record, offer)
         return ownerless
 
     def evicted(self, keys: Sequence[BlockKey]) -> None:
@@ -438,7 +452,8 @@ class Stores:
         assert record.table is not None, record
         blocks = record.table[group]
         block = blocks[position] if position < len(blocks) else NULL_BLOCK
-        return Offer(record.keys[group][position], block, record, record.incarnation, group, position)
+        keys, groups = (record.keys[group][position],), len(record.keys)
+        return Offer(keys, (block,), record, record.incarnation, (position * groups + group,))
 
 
 _FOR_ROOM = (

@@ -181,27 +181,33 @@ def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks:
 
     A hook calls this function for a load, so it makes few calls of numpy: each takes as long for 8 blocks as for 64.
     """
-    borders = _borders(slots, blocks, geometry.chunk_slots)
-    # The pairs of a single run are in order.
-    if len(borders) > 2 and (blocks[1:] < blocks[:-1]).any():
-        order = blocks.argsort(kind="stable")
-        slots, blocks = slots[order], blocks[order]
-        borders = _borders(slots, blocks, geometry.chunk_slots)
+    # Each pair is one number, so that one sort puts slots and blocks in the order of the blocks.
+    pairs = (blocks << _SLOT_BITS) + slots
+    pairs.sort()
     found = []
     if geometry.touching is not None:
-        first, lengths = borders[:-1], borders[1:] - borders[:-1]
-        found.append(geometry.touching.addresses(slots[first], blocks[first], lengths))
+        borders = _borders(pairs, geometry)
+        first = pairs[borders[:-1]]
+        lengths = borders[1:] - borders[:-1]
+        found.append(geometry.touching.addresses(first & _SLOTS, first >> _SLOT_BITS, lengths))
     if geometry.apart is not None:
-        found.append(geometry.apart.addresses(slots, blocks, np.ones_like(blocks)))
+        found.append(geometry.apart.addresses(pairs & _SLOTS, pairs >> _SLOT_BITS, np.ones_like(pairs)))
     if len(found) == 1:
         return CopyRuns.between(direction, *found[0])
     return CopyRuns.between(direction, *(np.concatenate(both) for both in zip(*found, strict=True)))
 
 
-def _borders(slots: Numbers, blocks: Numbers, chunk_slots: int) -> Numbers:
+_SLOT_BITS = 32
+_SLOTS = (1 << _SLOT_BITS) - 1
+_NEXT = (1 << _SLOT_BITS) + 1
+"""The difference between a pair and the pair of the next block and the next slot."""
+
+
+def _borders(pairs: Numbers, geometry: Geometry) -> Numbers:
     """Return the position of each run's first pair, followed by the number of pairs."""
-    is_border = np.empty(len(slots) + 1, np.bool_)
+    is_border = np.empty(len(pairs) + 1, np.bool_)
     is_border[0] = is_border[-1] = True
-    spread = slots + slots // chunk_slots  # skips a number between two chunks
-    is_border[1:-1] = (blocks[1:] - blocks[:-1] != 1) | (spread[1:] - spread[:-1] != 1)
+    is_border[1:-1] = pairs[1:] - pairs[:-1] != _NEXT
+    if len(geometry.host_base) > 1:
+        is_border[:-1] |= (pairs & _SLOTS) % geometry.chunk_slots == 0
     return is_border.nonzero()[0]

@@ -197,7 +197,7 @@ class ProgressReports:
         elif late and self._device.free_blocks() < self._scarce:
             looks, reallocated = (*looks, *late), []
         if output.total_num_scheduled_tokens > len(scheduled):
-            self._soon.update((name, tokens) for name, tokens in scheduled.items() if tokens > 1)
+            self._soon |= {name: tokens for name, tokens in scheduled.items() if tokens > 1}
         complete = [state.request for state in states]
         progress = self._progress(looks, scheduled, complete) if looks or complete else ()
         return progress, reallocated

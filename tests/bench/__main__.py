@@ -19,6 +19,7 @@ BENCHES = (
     "hicache",
     "hints",
     "hooks",
+    "instructions",
     "loads",
     "node",
     "policies",

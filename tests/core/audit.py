@@ -123,7 +123,7 @@ def _counts(state: CoreState, stores: Stores) -> Iterator[tuple[str, int, int]]:
     yield "device blocks under copies that timed out", state.stall.blocks, under_late
     open_stores = [job for job in opened if isinstance(job, Store)]
     yield "blocks that stores lease", stores.leased_blocks, sum([len(job.targets) for job in open_stores])
-    copying = sum([len(job.offers) for job in open_stores if not job.settled])
+    copying = sum([len(job.keys) for job in open_stores if not job.settled])
     yield "offers without an outcome", state.tally.open_offers, _waiting(state, stores) + copying
     of_request = Counter(record for job in opened if isinstance(job, DeviceJob) for record in job.concerns)
     for record in _records(state):
@@ -156,7 +156,7 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
     planned = [job for job in opened if job.state is JobState.PLANNED]
     yield "jobs of the next plan", dict(enumerate(state.jobs.planned)), dict(enumerate(planned))
     stores_open = [job for job in opened if isinstance(job, Store) and not job.settled]
-    keys = {offer.key: job for job in stores_open for offer in job.offers}
+    keys = {key: job for job in stores_open for key in job.keys}
     yield "keys in flight", in_flight.keys, keys | _keys(opened, Fetch)
     duplicates = dict.fromkeys(in_flight.duplicates, True)
     yield "keys that offers wait for", duplicates, {key: key in in_flight.keys for key in duplicates}

@@ -10,6 +10,7 @@ from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+from kvoffload.core.jobs import Offer
 from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.order import LruOrder
 from kvoffload.model.message import Message
@@ -112,8 +113,15 @@ def _record(title: str, slots: tuple[str, ...]) -> _Describe:
     return describe
 
 
+def _offer(offer: Offer, describer: _Describer) -> object:
+    # The columns may be lists, tuples or ranges.
+    columns = [tuple(column) for column in (offer.keys, offer.blocks, offer.places)]
+    return tuple(columns), describer.describe(offer.record), offer.incarnation
+
+
 _ATOMS = frozenset((str, bytes, int, float, bool, type(None)))
 _CONTAINERS: tuple[tuple[tuple[type, ...], bool, _Describe], ...] = (
+    ((Offer,), True, _offer),
     ((bytearray, array), False, lambda value, describer: bytes(value)),
     ((OrderedDict,), False, _ordered_items),
     ((Counter, dict, KeyIndex), False, _items),

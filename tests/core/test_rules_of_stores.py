@@ -31,7 +31,7 @@ def stored_blocks(world: World) -> list[DeviceBlockId]:
 
 def offer(world: World, *blocks: tuple[BlockKey, DeviceBlockId]) -> None:
     """Offer blocks without a request, as the lazy planner does."""
-    world.core.stores.offer([Offer(key, block) for key, block in blocks], last_chance=True)
+    world.core.stores.offer([Offer((key,), (block,)) for key, block in blocks], last_chance=True)
     world._settle()
 
 

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvoffload.core.order import FASTER, Came, LruOrder
@@ -14,21 +14,25 @@ from kvoffload.model.ids import BlockKey, SlotId
 SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8)
 
 
-@given(st.lists(SLOTS))
-def test_slots_are_evicted_in_the_order_of_their_last_uses(batches: list[list[SlotId]]) -> None:
+@given(st.lists(st.tuples(SLOTS, st.booleans())))
+@example([([SlotId(0), SlotId(1)], False), ([SlotId(1), SlotId(0)], True)])
+def test_slots_are_evicted_in_the_order_of_their_last_uses(batches: list[tuple[list[SlotId], bool]]) -> None:
     order, model = LruOrder(), OrderedDict[SlotId, None]()
     order.grow(20)
-    for number, batch in enumerate(batches):
+    for number, (batch, is_renewed) in enumerate(batches):
         if number == len(batches) // 2:
             order.grow(41)
         batch = batch if number >= len(batches) // 2 else [slot for slot in batch if slot < 20]
         inside = [slot for slot in batch if slot in model]
         outside = [slot for slot in batch if slot not in model]
-        order.remove(inside)
-        order.add(outside, Came.USED, 0.0)
+        if is_renewed:
+            order.renew(batch, 0.0)
+        else:
+            order.remove(inside)
+            order.add(outside, Came.USED, 0.0)
         for slot in inside:
             del model[slot]
-        model.update(dict.fromkeys(outside))
+        model.update(dict.fromkeys(batch if is_renewed else outside))
         assert list(order) == list(model)
         assert order.count == len(model)
     taken = order.take(len(model) // 2, 0.0)
@@ -39,7 +43,7 @@ def test_slots_are_evicted_in_the_order_of_their_last_uses(batches: list[list[Sl
     assert order.count == 0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["use", "end", "take"]), SLOTS, st.integers(0, 9))))
+@given(st.lists(st.tuples(st.sampled_from(["use", "renew", "end", "take"]), SLOTS, st.integers(0, 9))))
 def test_slots_of_ended_sessions_age_faster_than_others(steps: list[tuple[str, list[SlotId], int]]) -> None:
     order, now = LruOrder(), 0
     order.grow(41)
@@ -57,11 +61,14 @@ def test_slots_of_ended_sessions_age_faster_than_others(steps: list[tuple[str, l
             assert list(order.take(len(slots), float(now))) == taken
             assert not ages or order.age_s == min(ages)
         else:
-            order.remove([slot for slot in slots if slot in others or slot in ended])
+            if what == "renew":
+                order.renew(slots, float(now))
+            else:
+                order.remove([slot for slot in slots if slot in others or slot in ended])
+                order.add(slots, Came.ENDED if what == "end" else Came.USED, float(now))
             for slot in slots:
                 others.pop(slot, None)
                 ended.pop(slot, None)
-            order.add(slots, Came.ENDED if what == "end" else Came.USED, float(now))
             (ended if what == "end" else others).update(dict.fromkeys(slots, now))
         assert [*order] == [*ended, *others]
         assert order.count == len(ended) + len(others)
@@ -89,6 +96,10 @@ class Noting(LruOrder):
     def add(self, slots: Sequence[SlotId], came: Came, now: float) -> None:
         self.noted += [(came, now)] * len(slots)
         super().add(slots, came, now)
+
+    def renew(self, slots: Sequence[SlotId], now: float) -> None:
+        self.noted += [(Came.USED, now)] * len(slots)
+        super().renew(slots, now)
 
 
 def test_a_pool_tells_its_order_why_and_when_each_slot_joins() -> None:

@@ -79,7 +79,7 @@ def _check_blocks_in_flight(scene: Scene) -> None:
     stores = [job for job in scene.world.core.state.jobs.open.values() if isinstance(job, Store)]
     blocks = Counter(block for job in stores for block in job.targets)
     assert max(blocks.values(), default=1) == 1, f"R3: a block is being stored twice: {blocks}"
-    keys = Counter(offer.key for job in stores if not job.settled for offer in job.offers)
+    keys = Counter(key for job in stores if not job.settled for key in job.keys)
     assert max(keys.values(), default=1) == 1, f"R3: a key is being stored twice: {keys}"
 
 
@@ -220,8 +220,8 @@ def note_plan(scene: Scene, plan: TransferPlan, known: set[JobId]) -> None:
     for job in state.jobs.open.values():
         if isinstance(job, Store) and job.id in scene.world.copies and job.id not in known:
             for offer in job.offers:
-                if offer.record is not None:
-                    _note_store(scene, (offer.record.request, offer.incarnation, offer.key))
+                for key in offer.keys if offer.record is not None else ():
+                    _note_store(scene, (offer.record.request, offer.incarnation, key))
     for entry in [entry for entry in scene.stored if entry[0] not in state.requests.live]:
         del scene.stored[entry]
 

@@ -238,8 +238,10 @@ def r14_an_answer_ends_no_wait() -> list[Patch]:
 
 
 def r15_the_head_of_a_prefix_is_evicted_first() -> list[Patch]:
-    real = LruOrder.add
-    return [(LruOrder, "add", lambda self, slots, *more: real(self, slots[::-1], *more))]
+    def backwards(real: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, slots, *more: real(self, slots[::-1], *more)
+
+    return [(LruOrder, name, backwards(getattr(LruOrder, name))) for name in ("add", "renew")]
 
 
 def r16_quarantined_slot_comes_back() -> list[Patch]:

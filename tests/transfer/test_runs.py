@@ -74,6 +74,14 @@ def test_property_no_two_copies_could_be_merged(case: Case) -> None:
     case.arena.close()
 
 
+def test_a_copy_ends_with_its_chunk_of_host_memory() -> None:
+    device = FakeDevice(6, (64,), (0,), seed=0)
+    arena = ready_arena(device, 6, chunk_slots=3)
+    runs = Case(device, arena, [1, 2, 3, 4], [2, 3, 4, 5]).runs(Direction.STORE)
+    assert runs.size.tolist() == [128, 128]
+    arena.close()
+
+
 @pytest.mark.parametrize("copy", [copy_by_memmove, choose_copy()])
 @pytest.mark.parametrize(
     ("length", "gap", "pieces"),
