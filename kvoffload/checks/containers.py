@@ -44,7 +44,16 @@ def read_containers(text: str) -> list[Container]:
         return [_of_dockerfile(text)]
     if not _YAML_LIKE.match(text):
         return []
-    return [_of_mapping(one) for one in _mappings(read_documents(text))]
+    documents = read_documents(text)
+    maps = dict(_config_maps(documents))
+    return [_of_mapping(one, maps) for one in _mappings(documents)]
+
+
+def _config_maps(documents: list[Any]) -> Iterator[tuple[str, object]]:
+    """Yield the name and the data of each ConfigMap."""
+    for one in documents:
+        if isinstance(one, dict) and one.get("kind") == "ConfigMap" and isinstance(one.get("metadata"), dict):
+            yield str(one["metadata"].get("name")), one.get("data")
 
 
 def _mappings(value: object, depth: int = 0) -> Iterator[dict[str, Any]]:
@@ -61,12 +70,12 @@ def _mappings(value: object, depth: int = 0) -> Iterator[dict[str, Any]]:
             yield from _mappings(one, depth + 1)
 
 
-def _of_mapping(found: Mapping[str, Any]) -> Container:
+def _of_mapping(found: Mapping[str, Any], maps: Mapping[str, object]) -> Container:
     command, arguments = _KEYS["args" in found]
     return Container(
         _words(found.get(command)),
         _words(found.get(arguments)),
-        _variables(found.get("environment") or found.get("env")),
+        _variables(found.get("environment") or found.get("env"), maps),
         str(found.get("image") or ""),
     )
 
@@ -77,18 +86,28 @@ def _words(value: object) -> tuple[str, ...]:
     return () if value is None else tuple(split_script(str(value)))
 
 
-def _variables(value: object) -> dict[str, str]:
-    """Return the variables of compose's mapping or list, or of a pod's list. A pod's value may be elsewhere."""
+def _variables(value: object, maps: Mapping[str, object]) -> dict[str, str]:
+    """Return the variables of compose's mapping or list, or of a pod's list, if the text has their values."""
     if isinstance(value, dict):
         return {str(name): str(one) for name, one in value.items() if one is not None}
     found: dict[str, str] = {}
     for one in value if isinstance(value, list) else ():
-        if isinstance(one, dict) and one.get("value") is not None:
-            found[str(one.get("name"))] = str(one["value"])
-        elif isinstance(one, str) and "=" in one:
-            name, _, found_value = one.partition("=")
-            found[name] = found_value
+        if isinstance(one, str) and "=" in one:
+            name, _, text = one.partition("=")
+            found[name] = text
+        elif isinstance(one, dict) and (known := _value(one, maps)) is not None:
+            found[str(one.get("name"))] = str(known)
     return found
+
+
+def _value(variable: dict[str, Any], maps: Mapping[str, object]) -> object:
+    """Return the value of a pod's variable, which may be in a ConfigMap; None if the text does not have it."""
+    source = variable.get("valueFrom")
+    reference = source.get("configMapKeyRef") if isinstance(source, dict) else None
+    if not isinstance(reference, dict):
+        return variable.get("value")
+    data = maps.get(str(reference.get("name")))
+    return data.get(reference.get("key")) if isinstance(data, dict) else None
 
 
 def _of_dockerfile(text: str) -> Container:
@@ -111,4 +130,4 @@ def _variables_of_instruction(value: str) -> dict[str, str]:
     name, space, old_form = value.partition(" ")
     if "=" not in name:
         return {name: old_form.strip()} if space else {}
-    return _variables(split_script(value))
+    return _variables(split_script(value), {})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +106,19 @@ def test_llm_ds_patch_gives_a_valid_deployment_with_our_image_memory_and_time_to
     delay = int(server["lifecycle"]["preStop"]["exec"]["command"][-1])
     (shutdown,) = re.findall(r"--shutdown-timeout=(\d+)", "\n".join(server["args"]))
     assert spec["terminationGracePeriodSeconds"] >= delay + int(shutdown) + 15
+
+
+@pytest.mark.parametrize("name", KUBERNETES)
+def test_the_doctor_reads_what_kubectl_renders(name: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "kvoffload",
+        "doctor",
+        "--json",
+        "--",
+        yaml.safe_dump_all(render(FOLDER / name)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = {one["check"]: one["verdict"] for one in json.loads(done.stdout)["findings"]}
+    assert {said[check] for check in ("settings", "vllm connector", "load failures")} == {"ok"}

@@ -167,6 +167,17 @@ def test_a_whole_file_of_containers_is_read_with_image_and_environment(text: str
     assert (list(found.arguments), found.image, found.environ) == (REST, "img", {"A": "b"})
 
 
+def test_a_pods_variable_can_come_from_a_config_map_in_the_same_text() -> None:
+    variables = "".join(
+        f"    - name: {name}\n      valueFrom: {{configMapKeyRef: {{name: settings, key: {key}}}}}\n"
+        for name, key in (("MODEL", "model"), ("OTHER", "absent"))
+    )
+    pod = f"kind: Pod\nspec:\n  containers:\n  - image: img\n    args: [$(MODEL), --id=$(OTHER)]\n    env:\n{variables}"
+    settings = "kind: ConfigMap\nmetadata: {name: settings}\ndata: {model: M}\n"
+    for text in (f"{pod}---\n{settings}", f"{settings}---\n{pod}"):
+        assert find([text]).arguments == ("M", "--id=$(OTHER)")
+
+
 def test_a_unit_of_systemd_sets_variables() -> None:
     found = find(['[Service]\nEnvironment="A=b c" D=e\nExecStart=engine serve M\n'])
     assert {"A": "b c", "D": "e"}.items() <= found.environ.items()
@@ -259,6 +270,7 @@ PARTS = [
         "FROM x",
         "environment: {a: ",
         "---",
+        "kind: ConfigMap\nmetadata: ",
         "command: [",
         "- ",
         "#",
