@@ -211,8 +211,12 @@ def _so_far(reading: Reading) -> Sentence | None:
         for way in ("store", "load")
     )
     disk = f"; {size_text(written)} were written to the disk, {size_text(read)} read back" if written else ""
-    text = f"So far loads have saved {saved:,.0f} s of prefill and cost {cost:,.0f} s{disk}."
+    text = f"So far loads have saved {_seconds(saved)} of prefill and cost {_seconds(cost)}, net {_seconds(saved - cost)}{disk}."
     return Sentence("so_far", text, {"saved_s": saved, "lost_s": cost, "written": written, "read": read})
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if abs(seconds) < 100 else f"{seconds:,.0f} s"
 
 
 def _trust(reading: Reading) -> Sentence:
