@@ -11,10 +11,10 @@ from kvoffload.checks.script import read_documents, split_script
 
 _KEYS = (("entrypoint", "command"), ("command", "args"))
 """The keys that name a container's command and its arguments: those of compose and those of a pod."""
-_YAML_LIKE = re.compile(r"\s*(?:(?:#|---|\w+=)[^\n]*\n\s*)*(?:\[|\{|- |[\w.-]+:(?:\s|$))")
+_YAML_LIKE = re.compile(r"\s*(?:(?:#|---)[^\n]*\n\s*)*(?:\[|\{|- |[\w.-]+:(?:\s|$))")
+_DOCKERFILE_LIKE = re.compile(r"\s*(?:(?:#|ARG\b)[^\n]*\n\s*)*FROM[ \t]")
 _CONTINUED = re.compile(r"\\[ \t\r]*\n")
 _INSTRUCTION = re.compile(r"^[ \t]*(FROM|ENV|ENTRYPOINT|CMD)[ \t]+(.*)", re.MULTILINE)
-_DEEPEST = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def read_containers(text: str) -> list[Container]:
     Raises:
         ConfigError: the text is YAML and PyYAML is not installed, or a quote in an argument is not closed.
     """
-    if re.search(r"^FROM[ \t]", text, re.MULTILINE):
+    if _DOCKERFILE_LIKE.match(text):
         return [_of_dockerfile(text)]
     if not _YAML_LIKE.match(text):
         return []
@@ -56,18 +56,19 @@ def _config_maps(documents: list[Any]) -> Iterator[tuple[str, object]]:
             yield str(one["metadata"].get("name")), one.get("data")
 
 
-def _mappings(value: object, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the mappings in a value that have the keys of a container."""
-    if depth > _DEEPEST:
-        return
-    if isinstance(value, dict):
-        if {"entrypoint", "command", "args"} & value.keys():
+def _mappings(documents: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the mappings in documents that have the keys of a container."""
+    left: list[object] = [documents]
+    seen: set[int] = set()  # YAML's anchors can repeat a value many times, and put a value into itself
+    while left:
+        value = left.pop()
+        if not isinstance(value, dict | list) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict) and {"entrypoint", "command", "args"} & value.keys():
             yield value
-            return
-        value = list(value.values())
-    if isinstance(value, list):
-        for one in value:
-            yield from _mappings(one, depth + 1)
+        else:
+            left += reversed(value if isinstance(value, list) else [*value.values()])
 
 
 def _of_mapping(found: Mapping[str, Any], maps: Mapping[str, object]) -> Container:

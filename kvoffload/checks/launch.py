@@ -1,8 +1,9 @@
 """Finds an engine's own arguments in the command lines that people use.
 
 The arguments may follow the engine's command, a container's image, or nothing at all, as in a pod's `args`. The command
-may stand in a script, such as that of `bash -c`, or in a file that describes containers. An adapter names the engine's commands by a regular expression.
-`split_script` makes words of a text, `read_containers` finds containers in it; this module looks for the engine's command in them.
+may stand in a script, such as that of `bash -c`, or in a file that describes containers. An adapter names the engine's
+commands by a regular expression. `split_script` makes words of a text and `read_containers` finds containers in it; this
+module looks for the engine's command in them.
 """
 
 from __future__ import annotations
