@@ -1,8 +1,9 @@
 """Finds an engine's own arguments in the command lines that people use.
 
 The arguments may follow the engine's command, a container's image, or nothing at all, as in a pod's `args`. The command
-may stand in a script, such as that of `bash -c`. An adapter names the engine's commands by a regular expression.
-`split_script` makes words of a text; this module looks for the engine's command in them.
+may stand in a script, such as that of `bash -c`, or in a file that describes containers. An adapter names the engine's
+commands by a regular expression. `split_script` makes words of a text and `read_containers` finds containers in it; this
+module looks for the engine's command in them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 
+from kvoffload.checks.containers import read_containers
 from kvoffload.checks.script import split_script
 from kvoffload.model.errors import ConfigError
 
@@ -79,16 +81,47 @@ def find_launch(words: Sequence[str], commands: re.Pattern[str], example: str) -
     Raises:
         ConfigError: the command line does not start the engine.
     """
-    words = split_script(words[0]) if len(words) == 1 else list(words)
-    found = _find(words, commands, {}, os.environ)
+    line = words[0] if len(words) == 1 else shlex.join(words)
+    found = _find_in_containers(words[0], commands) if len(words) == 1 else None
+    if found is None:
+        words = split_script(words[0]) if len(words) == 1 else list(words)
+        found = _find(words, commands, {}, os.environ)
     if found is None and _are_arguments(words):
         found = Launch(tuple(words))
     if found is None:
-        raise ConfigError(
-            [f"{shlex.join(words)[:80]!r} does not start the engine; give a line such as: {example}"]
-        )
+        file = next((word for word in words if _is_file(word)), None)
+        hint = f'give the text of the file: "$(cat {file})"' if file else f"give a line such as: {example}"
+        raise ConfigError([f"{line[:80]!r} does not start the engine; {hint}"])
     expanded = tuple(part for word in found.arguments for part in _expanded(word, found.whole_environ))
     return Launch(expanded, found.environ, found.command, found.image)
+
+
+def _is_file(word: str) -> bool:
+    try:
+        return Path(word).suffix != "" and Path(word).is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def _find_in_containers(text: str, commands: re.Pattern[str]) -> Launch | None:
+    """Return the start in the containers that a text describes. One that names the engine's command takes precedence.
+
+    Raises:
+        ConfigError: several containers could be the engine's.
+    """
+    images: list[Launch] = []
+    for one in read_containers(text):
+        environ = dict(one.environ)
+        if found := _find([*one.command, *one.arguments], commands, environ, {}):
+            return Launch(found.arguments, environ, found.command, one.image)
+        if not one.command and _are_arguments(one.arguments, may_be_id=bool(one.image)):
+            images.append(Launch(one.arguments, environ, image=one.image))
+    if len(images) > 1:
+        names = ", ".join(one.image or "one without an image" for one in images)
+        raise ConfigError(
+            [f"each of {len(images)} containers could be the engine's ({names}); give only its own part"]
+        )
+    return images[0] if images else None
 
 
 def _expanded(word: str, known: Mapping[str, str]) -> list[str]:
@@ -126,7 +159,7 @@ def _find(
         for command in (word, pair):
             if commands.fullmatch(command):
                 return Launch(tuple(_until_operator(words[number + 1 :])), environ, command)
-        if word == "run" and (launch := _find_after_run(words, number, commands)):
+        if word in ("run", "create") and (launch := _find_after_run(words, number, commands)):
             return launch
         if commands.search(" ".join(word.split())) and (parts := split_script(word)) != [word]:
             return _find(parts, commands, environ, outer)
@@ -136,11 +169,18 @@ def _find(
 
 
 def _until_operator(words: Sequence[str]) -> Iterator[str]:
-    yield from takewhile(lambda word: not _OPERATOR.fullmatch(word), words)
+    """Yield the words of a command: those before an operator or the bracket that ends a subshell."""
+    for word in takewhile(lambda word: not _OPERATOR.fullmatch(word), words):
+        if is_last := word.endswith(")") and word.count(")") > word.count("("):
+            word = word[:-1]
+        if word:
+            yield word
+        if is_last:
+            return
 
 
 def _find_after_run(words: Sequence[str], number: int, commands: re.Pattern[str]) -> Launch | None:
-    """Return the start in a container that the word `run` with this number in `words` runs."""
+    """Return the start in a container that the word `run` or `create` with this number in `words` runs."""
     programs, rest = {Path(word).name for word in words[:number]}, words[number + 1 :]
     if programs & _RUNTIMES:
         return _find_in_container(rest, commands)

@@ -1,4 +1,4 @@
-"""Makes words of the texts in which people keep an engine's start: shell scripts, lists, pods' and compose's YAML."""
+"""Makes words of the texts in which people keep an engine's start: shell scripts, systemd's units, and lists in JSON or YAML."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from kvoffload.model.errors import ConfigError
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
 _COMMENT = re.compile(rf"({_QUOTED})|(?:^|(?<=\s))#[^\n]*", re.DOTALL | re.MULTILINE)
 _ARRAY = re.compile(rf"^[ \t]*(\w+)=\(((?:{_QUOTED}|[^)'\"\\])*)\)", re.DOTALL | re.MULTILINE)
-_CONTINUED = re.compile(r"\\[ \t\r]*\n|\n(?=\s*-)")
-"""A line's end that does not end a command. No command begins with "-", so such a line continues the one before it."""
+_CONTINUED = re.compile(r"(?:\\|(?<=\s)[`^])[ \t\r]*\n|\n(?=\s*-)")
+"""A line's end that does not end a command, also in PowerShell and in Windows' shell. No command begins with "-", so a line that does
+continues the one before it."""
 _NUMBERED = re.compile(r"(?<=\s)\d(?=>)")
 """The number of a redirection, as in `2>&1`."""
-_DOCKERFILE = re.compile(r"\s*(?:CMD|ENTRYPOINT|ExecStart=)\s*")
-_KEYS = (("entrypoint", "command"), ("command", "args"))
-"""The keys that name a container's command and its arguments: those of compose and those of a pod."""
-_YAML_LIKE = re.compile(r"\s*(?:#[^\n]*\n\s*)*(?:\[|- |(?:entrypoint|command|args):)")
+_INSTRUCTION = re.compile(r"\s*(?:CMD|ENTRYPOINT)\s+")
+"""What stands before a command in a line of a Dockerfile."""
+_UNIT_COMMAND = re.compile(r"^\s*ExecStart=[-@:+!|]*", re.MULTILINE)
+_UNIT_VARIABLES = re.compile(r"^\s*Environment=", re.MULTILINE)
+_LIST_LIKE = re.compile(r"\s*(?:#[^\n]*\n\s*)*(?:\[|- )")
 
 
 def split_script(text: str) -> list[str]:
-    """Return the words of a shell script, of a list in JSON or YAML, or of a container's command and arguments.
+    """Return the words of a shell script, of a unit of systemd, or of a list in JSON or YAML.
 
     Raises:
         ConfigError: a quote is not closed, or the text is YAML and PyYAML is not installed.
     """
-    text = _DOCKERFILE.sub("", text, count=1) if _DOCKERFILE.match(text) else text
-    if _YAML_LIKE.match(text):
-        found = _read(text)
-        if isinstance(found, list):
-            return [str(item) for item in found]
-        if isinstance(found, dict):
-            first, second = _KEYS["args" in found]
-            return [*_words(found.get(first)), *_words(found.get(second))]
-    return _split(text)
+    text = _INSTRUCTION.sub("", text, count=1) if _INSTRUCTION.match(text) else text
+    if _LIST_LIKE.match(text):
+        for found in read_documents(text):
+            if isinstance(found, list):
+                return [str(item) for item in found]
+    return _split(_UNIT_VARIABLES.sub("\nexport ", _UNIT_COMMAND.sub("", text)))
 
 
-def _read(text: str) -> Any:  # noqa: ANN401  # whatever the text holds
-    """Return what is in a JSON or YAML text; None if it is neither."""
+def read_documents(text: str) -> list[Any]:
+    """Return the documents of a JSON or YAML text; none if it is neither.
+
+    Raises:
+        ConfigError: PyYAML is not installed.
+    """
     try:
-        return json.loads(text)
+        return [json.loads(text)]
     except (ValueError, RecursionError):
         pass
     try:
@@ -50,15 +53,9 @@ def _read(text: str) -> Any:  # noqa: ANN401  # whatever the text holds
     except ImportError as error:  # kvoffload does not require PyYAML; every vLLM brings it
         raise ConfigError([f"{text[:80]!r} is read as YAML, which needs: pip install pyyaml"]) from error
     try:
-        return yaml.safe_load(text)
+        return list(yaml.safe_load_all(text))
     except (ValueError, RecursionError, yaml.YAMLError):
-        return None
-
-
-def _words(value: object) -> list[str]:
-    if isinstance(value, list):
-        return [str(item) for item in value]
-    return [] if value is None else _split(str(value))
+        return []
 
 
 def _split(text: str) -> list[str]:

@@ -22,6 +22,7 @@ from kvoffload.telemetry.catalogue import CAPACITIES, POLICIES, TierSizes
 
 if TYPE_CHECKING:
     from kvoffload.cli.figures import Account
+    from kvoffload.cli.journal_lines import Lines
 
 HELP = "say what another size or setting would bring"
 
@@ -56,12 +57,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the advice for each engine.
+    """Print the advice for each engine. Return 1 if a part of a journal is missing.
 
     Raises:
         KVOffloadError: the source is neither a metrics page nor a journal.
     """
-    engines = {name: advise(reading) for name, reading in _readings(args.source).items()}
+    from kvoffload.cli.journal_lines import Lines
+
+    lines = Lines(Path(args.source)) if Path(args.source).is_file() else None
+    readings = _scraped(args.source) if lines is None else _read(lines)
+    engines = {name: advise(reading) for name, reading in readings.items()}
     if args.json:
         plain = [{"engine": name, "advice": list(map(asdict, found))} for name, found in engines.items()]
         print(json.dumps({"schema": _SCHEMA, "kind": "advice", "engines": plain}, indent=2))
@@ -70,16 +75,20 @@ def run(args: argparse.Namespace) -> int:
             if len(engines) > 1:
                 print(f"Engine {name}:")
             print("\n".join(sentence.text for sentence in found))
-    return Exit.OK
+    return Exit.OK if lines is None else lines.report_missing()
 
 
-def _readings(source: str) -> dict[str, Reading]:
-    if Path(source).is_file():
-        from kvoffload.cli.figures import add_up
-        from kvoffload.cli.journal_lines import Lines
+def _read(lines: Lines) -> dict[str, Reading]:
+    from kvoffload.cli.figures import add_up
 
-        return {"": reading_of(add_up(Lines(Path(source))))}
-    server = Server(page_url(source))
+    return {"": reading_of(add_up(lines))}
+
+
+def _scraped(source: str) -> dict[str, Reading]:
+    try:
+        server = Server(page_url(source))
+    except CommandError as error:
+        raise CommandError(f"{error}, nor an existing file") from error
     server.scrape()
     if server.problem:
         raise CommandError(f"{server.url}: {server.problem}")
@@ -202,8 +211,12 @@ def _so_far(reading: Reading) -> Sentence | None:
         for way in ("store", "load")
     )
     disk = f"; {size_text(written)} were written to the disk, {size_text(read)} read back" if written else ""
-    text = f"So far loads have saved {saved:,.0f} s of prefill and cost {cost:,.0f} s{disk}."
+    text = f"So far loads have saved {_seconds(saved)} of prefill and cost {_seconds(cost)}, net {_seconds(saved - cost)}{disk}."
     return Sentence("so_far", text, {"saved_s": saved, "lost_s": cost, "written": written, "read": read})
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.1f} s" if abs(seconds) < 100 else f"{seconds:,.0f} s"
 
 
 def _trust(reading: Reading) -> Sentence:

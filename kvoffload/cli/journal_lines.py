@@ -124,6 +124,10 @@ class Lines:
         where = "standard output" if output == STDOUT else output
         events = "1 event" if self.count == 1 else f"{self.count:,} events"
         say(f"wrote {events} over {self.seconds:,.1f} s to {where}")
+        return self.report_missing()
+
+    def report_missing(self) -> int:
+        """Print which part of the journal could not be read, and return the command's exit code."""
         if self.problem is not None:
             say(f"the journal ends early: {self.problem}")
         if self.gaps:

@@ -89,16 +89,17 @@ def render(account: Account, lines: Lines) -> str:
     from kvoffload.cli.advise import advise, reading_of
     from kvoffload.cli.figures import draw, verdict
 
-    advice = [escape(sentence.text) for sentence in advise(reading_of(account))]
+    said = {sentence.about: sentence.text for sentence in advise(reading_of(account))}
+    first = " ".join(filter(None, (verdict(account), said.pop("so_far", None))))
     title = escape(f"KV-cache offloading: {lines.path.name}")
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title><style>{_STYLE}</style></head><body><h1>{title}</h1>",
-        f"<p><strong>{escape(verdict(account))}</strong></p>",
+        f"<p><strong>{escape(first)}</strong></p>",
         *(f"<p>{escape(line)}</p>" for line in _said(lines, account.ready_s)),
-        f"<section><h2>Advice</h2>{''.join(f'<p>{text}</p>' for text in advice)}</section>",
+        f"<section><h2>Advice</h2>{''.join(f'<p>{escape(text)}</p>' for text in said.values())}</section>",
         *(_figure(number, figure) for number, figure in enumerate(draw(account))),
         f'<section tabindex="0" aria-label="counters"><h2>Counters</h2>{_table(_rows(account))}</section>',
         "</body></html>\n",

@@ -20,7 +20,8 @@ from kvoffload.cli.exits import CommandError, Exit, say
 from kvoffload.model.causes import Adoption
 from kvoffload.model.config import size_text
 from kvoffload.model.errors import KVOffloadError, printable
-from kvoffload.telemetry.catalogue import CAPACITIES, HostBytes, TierSizes
+from kvoffload.model.wire import LOWER_TIERS, Tier
+from kvoffload.telemetry.catalogue import CAPACITIES, HostBytes, TierSizes, TierState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,12 +32,15 @@ _LEAST_INTERVAL_S = 0.1
 _TIMEOUT_S = 5.0  # the time limit of one scrape
 _LARGEST_PAGE = 64 << 20
 _MOST_ENGINES = 1000  # of one page; a table of so many rows takes half a second to lay out
-_SCHEMA = 2  # the version of the JSON output; a new version removes a field or changes a field's meaning
+_SCHEMA = 3  # the version of the JSON output; a new version removes a field or changes a field's meaning
 _TOKENS = "kvoffload_lookup_tokens_total"
 _MISSES = "kvoffload_miss_blocks_total"
 SAVED = "kvoffload_prefill_seconds_saved_total"
 _HOST_STATES = tuple(state.value for state in HostBytes)
-_HEADINGS = "engine, offloading, hit rate (now), tokens saved (per s), net s saved (per s), top miss cause, host, node, disk, remote"
+_HEADINGS = (
+    "engine, offloading, hit rate (now), tokens saved (per s), net s saved (per s), top miss cause, host"
+)
+_BROKEN = {TierState.FAILING.value, TierState.CLOSED.value}
 _NOTHING_TO_ADOPT = {"off", Adoption.OPENING.value, Adoption.NOTHING_LEFT.value}
 LOST = ("kvoffload_load_wait_seconds_sum", "kvoffload_interference_seconds_total")
 
@@ -68,6 +72,20 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class LowerTier:
+    """A tier below the host.
+
+    Args:
+        state: the tier's state; "off" if it is not used.
+        capacity_bytes, used_bytes: the tier's size and what is used; 0 if the engine does not decide about its slots.
+    """
+
+    state: str
+    capacity_bytes: float
+    used_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One engine's row. A rate covers the time between the last two scrapes, and is None after the first scrape.
 
@@ -86,11 +104,8 @@ class Row:
         host_bytes: the bytes of host memory that are wanted, reserved (pinned) and used.
         adoption: what the start did with the blocks that an earlier engine left; "off" without `host_path`.
         adopted_blocks, adopted_hit_blocks: the adopted blocks, and those of them that loads have read.
-        node: the state of the tier of other engines' memory; "off" if it is not used.
         neighbours: how many other engines' memory this engine reads.
-        disk: the disk tier's state; "off" without a disk tier.
-        disk_bytes: the disk tier's capacity and the used bytes.
-        remote: the remote tier's state; "off" without a remote tier.
+        tiers: the tiers below the host, by name.
     """
 
     engine: str
@@ -108,11 +123,8 @@ class Row:
     adoption: str
     adopted_blocks: float
     adopted_hit_blocks: float
-    node: str
     neighbours: float
-    disk: str
-    disk_bytes: dict[str, float]
-    remote: str
+    tiers: dict[str, LowerTier]
 
 
 @dataclass(slots=True)
@@ -228,9 +240,6 @@ def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
     found_now, missed_now = found - _hits(then), missed - then.total(_TOKENS, result="miss")
     causes = [cause for cause in now.values(_MISSES, "cause") if cause != "behind_miss"]
     misses = now.total(_MISSES) - now.total(_MISSES, cause="behind_miss")
-    disk_bytes = now.total("kvoffload_slot_bytes", tier="disk")
-    capacity = now.total("kvoffload_capacity_slots", tier="disk")
-    empty = now.total("kvoffload_slots", tier="disk", state="empty")
     return Row(
         engine=engine,
         off_because=now.values("kvoffload_degraded", "cause"),
@@ -247,11 +256,8 @@ def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
         adoption=next(iter(now.values("kvoffload_host_adoption", "result")), "off"),
         adopted_blocks=now.total("kvoffload_adopted_blocks_total"),
         adopted_hit_blocks=now.total("kvoffload_adopted_hit_blocks_total"),
-        node=_tier_state(now, "node"),
         neighbours=now.total("kvoffload_neighbours"),
-        disk=_tier_state(now, "disk"),
-        disk_bytes={"capacity": capacity * disk_bytes, "used": (capacity - empty) * disk_bytes},
-        remote=_tier_state(now, "remote"),
+        tiers={tier.value: _lower_tier(now, tier.value) for tier in LOWER_TIERS},
     )
 
 
@@ -276,8 +282,12 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _tier_state(reading: Reading, tier: str) -> str:
-    return next(iter(reading.values("kvoffload_tier_state", "state", tier=tier)), "off")
+def _lower_tier(reading: Reading, tier: str) -> LowerTier:
+    slot_bytes = reading.total("kvoffload_slot_bytes", tier=tier)
+    capacity = reading.total("kvoffload_capacity_slots", tier=tier)
+    empty = reading.total("kvoffload_slots", tier=tier, state="empty")
+    state = next(iter(reading.values("kvoffload_tier_state", "state", tier=tier)), "off")
+    return LowerTier(state, capacity * slot_bytes, (capacity - empty) * slot_bytes)
 
 
 def _has_restarted(before: Reading, now: Reading) -> bool:
@@ -379,15 +389,15 @@ def table(servers: Iterable[Server]) -> RenderableType:
     from rich.table import Table
 
     rows = [row for server in servers for row in server.rows()]
-    headings = _HEADINGS.split(", ")
-    # Without neighbours, their column would only take space, of which a terminal has 80 columns.
-    shows_node = any(row.node != "off" for row in rows)
-    kept = [place for place, heading in enumerate(headings) if shows_node or heading != "node"]
-    shown = Table(*[headings[place] for place in kept], box=None, pad_edge=False, header_style="bold")
+    # A tier that no engine uses would only take space, of which a terminal has 80 columns.
+    used = [one.value for one in LOWER_TIERS if any(row.tiers[one.value].state != "off" for row in rows)]
+    headings = [*_HEADINGS.split(", "), *used]
+    shown = Table(*headings, box=None, pad_edge=False, header_style="bold")
     for row in rows:
-        is_healthy = not row.off_because and not {row.node, row.disk, row.remote} & {"failing", "closed"}
-        cells = [*_cells(row)]
-        shown.add_row(*[cells[place] for place in kept], style=None if is_healthy else "bold red")
+        is_healthy = not row.off_because and not {one.state for one in row.tiers.values()} & _BROKEN
+        shown.add_row(
+            *_cells(row), *(_tier_cell(row, name) for name in used), style=None if is_healthy else "bold red"
+        )
     return shown
 
 
@@ -399,15 +409,27 @@ def _cells(row: Row) -> Iterator[str]:
     yield f"{row.net_s:,.1f} ({_number(row.net_s_per_s, 2)})"
     yield f"{row.miss_cause} ({_percent(row.miss_share)})" if row.miss_cause else "-"
     host = row.host_bytes
-    fill = f"{_percent(_ratio(host['used'], host['reserved']))} of {size_text(host['reserved'])}"
     pinning = f", {_percent(_ratio(host['reserved'], host['wanted']))} pinned"
     more = f", 2x finds {row.predicted[2] - row.predicted[1]:+.0%}" if any(row.predicted.values()) else ""
-    yield fill + (pinning if host["reserved"] < host["wanted"] else "") + _adopted(row) + more
-    yield f"{row.neighbours:.0f} engines, {row.node}" if row.neighbours else row.node
-    disk = row.disk_bytes
-    fill = f"{_percent(_ratio(disk['used'], disk['capacity']))} of {size_text(disk['capacity'])}, "
-    yield (fill if disk["capacity"] else "") + row.disk
-    yield row.remote
+    yield (
+        _fill(host["used"], host["reserved"])
+        + (pinning if host["reserved"] < host["wanted"] else "")
+        + _adopted(row)
+        + more
+    )
+
+
+def _tier_cell(row: Row, name: str) -> str:
+    tier = row.tiers[name]
+    if name == Tier.NODE.value and row.neighbours:
+        return f"{row.neighbours:.0f} engines, {tier.state}"
+    return (
+        f"{_fill(tier.used_bytes, tier.capacity_bytes)}, {tier.state}" if tier.capacity_bytes else tier.state
+    )
+
+
+def _fill(used: float, size: float) -> str:
+    return f"{_percent(_ratio(used, size))} of {size_text(size)}"
 
 
 def _adopted(row: Row) -> str:

@@ -46,6 +46,8 @@ CHOOSE_BLOCKS = ("--attention-backend", "--attention-config")
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
 _UNITS = {unit: 1000**power for power, unit in enumerate("kmgt", 1)}
 _UNITS |= {unit: 1024**power for power, unit in enumerate("KMGT", 1)}
+_DASH = re.compile(r"^[\u2010-\u2015\u2212]+(?=\w)")
+"""What word processors and web pages make of the hyphens before an option's name."""
 _LARGEST_FILE = 1 << 20
 
 _SHORT = {
@@ -117,7 +119,12 @@ class Line:
 def read_line(launch: Launch) -> Line:
     """Return the options in vLLM's command line, and those in the file that `--config` names."""
     line = Line()
-    options = [*_options(launch.arguments)]
+    line.problems += [
+        f"{word[:80]} begins with a dash that is no hyphen: write --"
+        for word in launch.arguments
+        if _DASH.match(word)
+    ]
+    options = [*_options([_DASH.sub("--", word) for word in launch.arguments])]
     files = [value for name, value in options if name == "--config"]
     for file in files[-1:]:
         try:

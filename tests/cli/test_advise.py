@@ -148,7 +148,7 @@ def test_what_offloading_brought_so_far_is_said_with_the_disks_bytes() -> None:
         kvoffload_prefill_seconds_saved_total={(): 640},
         kvoffload_interference_seconds_total={("load",): 4},
     )
-    assert engine.texts()["so_far"] == "So far loads have saved 640 s of prefill and cost 4 s."
+    assert engine.texts()["so_far"] == "So far loads have saved 640 s of prefill and cost 4.0 s, net 636 s."
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,9 @@ def test_a_server_and_its_json_give_the_same_sentences(capsys: pytest.CaptureFix
 
 def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "http://127.0.0.1:1/metrics"]) == Exit.USAGE
-    assert main(["advise", str(tmp_path / "none")]) == Exit.USAGE
     assert "not reachable" in capsys.readouterr().err
+    assert main(["advise", str(tmp_path / "none")]) == Exit.USAGE
+    assert "nor an existing file" in capsys.readouterr().err
 
 
 # -- the proof ------------------------------------------------------------------------------------------------------

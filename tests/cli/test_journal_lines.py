@@ -175,6 +175,16 @@ def test_a_truncated_journal_is_shown_up_to_the_cut(
         assert dropped["args"] == {"lines": 2}
 
 
+def test_advice_from_a_truncated_journal_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (journal := tmp_path / "journal").write_text(
+        OFFERED + line(5, 2.0, "BlocksOffered", blocks=4) + OFFERED[:10]
+    )
+    assert main(["advise", str(journal)]) == Exit.FAILED
+    error = capsys.readouterr().err
+    assert "the journal ends early" in error
+    assert "events are missing" in error
+
+
 @BOTH
 @pytest.mark.parametrize(
     ("where", "code", "said"),

@@ -273,12 +273,17 @@ def test_the_page_begins_with_what_was_found_and_says_from_when_blocks_could_be_
         {"event": "CapacityGrown", "slots": 4},
         {"event": "FirstTokenReached", "request": "a", "found": "host", "seconds": 0.25},
         {"event": "FirstTokenReached", "request": "b", "found": None, "seconds": 2.0},
+        {
+            "event": "MetricsSampled",
+            "values": {"kvoffload_prefill_seconds_saved_total": 10, "kvoffload_load_wait_seconds_sum": 0.5},
+        },
     )
     assert main(["report", str(journal), "--last", "10m"]) == Exit.OK
     said = re.findall("<p>(.*?)</p>", (tmp_path / "journal.html").read_text())
     assert said[0] == (
         "<strong>Of 400 prompt tokens 25% were found on the device, 62% on the host or a tier below it. "
-        "First token, median by what was found: 2,000 ms (nothing), 250 ms (host).</strong>"
+        "First token, median by what was found: 2,000 ms (nothing), 250 ms (host). "
+        "So far loads have saved 10.0 s of prefill and cost 0.5 s, net 9.5 s.</strong>"
     )
     assert "host_bytes 256.0 MiB; recurrent_prefix_boundaries true" in said
     assert (

@@ -23,6 +23,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from rich.console import Console
+from rich.table import Table
 
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.main import main
@@ -30,6 +31,7 @@ from kvoffload.cli.top import PageError, Reading, Row, Server, page_url, parse_p
 from kvoffload.model import events
 from kvoffload.model.causes import MissCause
 from kvoffload.model.ids import RequestId
+from kvoffload.model.wire import LOWER_TIERS, Tier
 from kvoffload.telemetry.catalogue import LoadWait
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
 from tests.telemetry.fake_source import FakeSource
@@ -216,8 +218,19 @@ def test_a_row_has_the_operators_numbers(engine: Engine) -> None:
         "kvoffload_degraded": {("transfer_dead",): 1},
         "kvoffload_tier_state": {("disk", "closed"): 1},
     }
-    [[_, offloading, *_, disk, _]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
+    [[_, offloading, *_, disk]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
     assert (offloading, disk) == ("OFF: transfer_dead", "closed")
+
+
+@pytest.mark.parametrize("tier", LOWER_TIERS)
+def test_a_tier_has_a_column_if_an_engine_uses_it_and_is_red_if_it_fails(engine: Engine, tier: Tier) -> None:
+    for state, style in (("open", None), ("failing", "bold red")):
+        engine.state = {"kvoffload_tier_state": {(tier.value, state): 1}}
+        shown = table([Server("http://h:1/metrics", now={"0": engine.reading(0.0)})])
+        assert isinstance(shown, Table)
+        headings = [str(column.header) for column in shown.columns]
+        assert [one for one in headings if one in {lower.value for lower in LOWER_TIERS}] == [tier.value]
+        assert [row.style for row in shown.rows] == [style]
 
 
 @pytest.mark.parametrize(
@@ -237,7 +250,7 @@ def test_the_hosts_cell_says_what_an_earlier_engine_left(engine: Engine, result:
     if result == "adopted":
         engine.bus.publish(events.BlocksAdopted(1200))
         engine.bus.publish(events.AdoptedBlocksHit(300))
-    [[*_, host, _, _]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
+    [[*_, host]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
     assert host == f"50% of 2.0 GiB{said}"
     assert row(engine.reading(0.0)).adoption == result
 
@@ -336,13 +349,15 @@ def test_the_rows_as_json(engine: Engine, capsys: pytest.CaptureFixture[str]) ->
     with engine.serve() as url:
         assert main(["top", str(urlsplit(url).port), "--interval", "0.1", "--json"]) == Exit.OK
         result = json.loads(capsys.readouterr().out)
-    assert (result["schema"], result["kind"]) == (2, "top")
+    assert (result["schema"], result["kind"]) == (3, "top")
     assert result["seen_from"]["kvoffload"]
     ((server_,),) = [result["servers"]]
     assert (server_["url"], server_["problem"]) == (url, None)
     (seen,) = server_["engines"]
     assert (seen["saved_tokens"], seen["saved_tokens_per_s"]) == (48, 0)
-    assert (seen["miss_cause"], seen["disk"], seen["remote"]) == ("evicted", "off", "off")
+    assert seen["miss_cause"] == "evicted"
+    off = {"state": "off", "capacity_bytes": 0, "used_bytes": 0}
+    assert seen["tiers"] == {tier.value: off for tier in LOWER_TIERS}
     assert (seen["adoption"], seen["adopted_blocks"], seen["adopted_hit_blocks"]) == ("off", 0, 0)
 
 

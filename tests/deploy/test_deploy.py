@@ -24,10 +24,14 @@ FOLDER = ROOT / "plugins" / "kvoffload_vllm" / "deploy"
 
 KUBERNETES = tuple(f"kubernetes/{tier}" for tier in ("base", "host-memory", "disk", "s3", "mooncake"))
 PODS = (*KUBERNETES, "llm-d/patch-vllm.yaml")
-ALL = (*PODS, "production-stack-values.yaml")
+CHART = "production-stack.yaml"
+"""Objects that Helm rendered."""
+ALL = (*PODS, CHART)
 
 
 def objects(name: str) -> list[dict[str, Any]]:
+    if name == CHART:
+        return load(Path(__file__).parent / name)
     return build(FOLDER / name) if (FOLDER / name).is_dir() else load(FOLDER / name)
 
 
@@ -37,21 +41,15 @@ def only(name: str, kind: str) -> dict[str, Any]:
 
 
 def pod(name: str) -> dict[str, Any]:
-    server = only(name, "Deployment" if name.startswith("llm-d") else "StatefulSet")
+    server = only(name, "StatefulSet" if name in KUBERNETES else "Deployment")
     spec: dict[str, Any] = server["spec"]["template"]["spec"]
     return spec
 
 
 def containers(name: str) -> list[dict[str, Any]]:
     """Return the containers of the doctor and the server, with arguments from the ConfigMap filled in."""
-    if name == "production-stack-values.yaml":
-        (model,) = objects(name)[0]["servingEngineSpec"]["modelSpec"]
-        server = {"args": model["vllmConfig"]["extraArgs"], "image": f"{model['repository']}:{model['tag']}"}
-        return [model["initContainer"], server]
     found = [*pod(name)["initContainers"], *pod(name)["containers"]]
-    if name == "llm-d/patch-vllm.yaml":
-        (image,) = objects("llm-d/kustomization.yaml")[0]["images"]
-        found[1]["image"] = f"{image['newName']}:{image['newTag']}"
+    if name not in KUBERNETES:
         return found
     text = only(name, "ConfigMap")["data"]["kv-transfer-config"]
     for container in found:
@@ -61,8 +59,12 @@ def containers(name: str) -> list[dict[str, Any]]:
     return found
 
 
+def words(container: dict[str, Any]) -> list[str]:
+    return [*container.get("command", ()), *container.get("args", ())]
+
+
 def transfer_config(container: dict[str, Any]) -> dict[str, Any]:
-    text = "\n".join(container["args"])
+    text = "\n".join(words(container))
     (found,) = re.findall(r"--kv-transfer-config[=\n](\{.*\})", text, flags=re.DOTALL)
     config: dict[str, Any] = json.loads(found)
     return config
@@ -77,9 +79,9 @@ def validate(one: dict[str, Any]) -> None:
     kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
 
 
-@pytest.mark.parametrize("name", PODS)
+@pytest.mark.parametrize("name", ALL)
 def test_every_object_and_its_pod_is_valid(name: str) -> None:
-    for one in objects(name) if name in KUBERNETES else ():
+    for one in objects(name) if name != "llm-d/patch-vllm.yaml" else ():
         validate(one)
     validate({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": pod(name)})
 
@@ -145,7 +147,12 @@ def test_the_doctor_gets_the_servers_settings_image_and_limits(name: str) -> Non
     doctor, server = containers(name)
     assert transfer_config(doctor) == transfer_config(server)
     assert doctor["image"] == server["image"]
-    assert name not in PODS or doctor["resources"] == server["resources"]
+    assert quantities(doctor["resources"]) == quantities(server["resources"])
+
+
+def quantities(resources: dict[str, dict[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return the resources with numbers as text, which Kubernetes reads alike."""
+    return {kind: {name: str(one) for name, one in found.items()} for kind, found in resources.items()}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -191,25 +198,34 @@ def test_the_memory_volume_has_room_for_host_memory_and_its_table() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_pod_is_killed_only_after_the_server_had_time_to_shut_down(name: str) -> None:
-    (shutdown,) = re.findall(r"--shutdown-timeout=(\d+)", "\n".join(containers(name)[1]["args"]))
-    period = pod(name).get("terminationGracePeriodSeconds", 30) if name in PODS else 30  # the chart sets none
+    (shutdown,) = re.findall(r"--shutdown-timeout=(\d+)", "\n".join(words(containers(name)[1])))
+    period = pod(name).get("terminationGracePeriodSeconds", 30)  # Kubernetes' default, which the chart leaves
     assert period >= int(shutdown) + 10
 
 
-def test_production_stack_has_the_manifests_memory_and_prefix_caching() -> None:
-    (model,) = objects("production-stack-values.yaml")[0]["servingEngineSpec"]["modelSpec"]
-    (doctor, server), (_, plain) = containers("production-stack-values.yaml"), containers("kubernetes/base")
-    memory = plain["resources"]["limits"]["memory"]
+def test_the_charts_pod_has_what_the_values_say_and_the_manifests_settings() -> None:
+    """Fail if the chart ignored a value, or if the values have changed since Helm rendered them."""
+    (values,) = load(FOLDER / "production-stack-values.yaml")
+    (model,) = values["servingEngineSpec"]["modelSpec"]
+    (doctor, server), (_, plain) = containers(CHART), containers("kubernetes/base")
+    assert {name: doctor[name] for name in model["initContainer"]} == model["initContainer"]
+    assert server["image"] == f"{model['repository']}:{model['tag']}"
+    assert (
+        values["servingEngineSpec"]["containerSecurityContext"].items() <= server["securityContext"].items()
+    )
+    assert server["command"][-len(model["vllmConfig"]["extraArgs"]) :] == model["vllmConfig"]["extraArgs"]
+    assert only(CHART, "Deployment")["spec"]["strategy"] == values["servingEngineSpec"]["strategy"]
+    assert only(CHART, "PersistentVolumeClaim")["spec"]["resources"]["requests"] == {
+        "storage": model["pvcStorage"]
+    }
+    # The chart passes `--no-enable-prefix-caching` and mounts no shared memory unless the values have a key for each.
+    assert "--enable-prefix-caching" in server["command"]
+    (shared,) = [one["emptyDir"] for one in pod(CHART)["volumes"] if one["name"] == "shm"]
+    assert shared["sizeLimit"] == pod("kubernetes/base")["volumes"][0]["emptyDir"]["sizeLimit"]
     assert transfer_config(server) == transfer_config(plain)
-    assert {model["requestMemory"], model["limitMemory"], doctor["resources"]["limits"]["memory"]} == {memory}
-    # The pod is Guaranteed.
-    assert doctor["resources"]["requests"] == doctor["resources"]["limits"]
-    assert model["requestCPU"] == model["limitCPU"] == doctor["resources"]["limits"]["cpu"]
-    # The chart mounts /dev/shm only if the key `tensorParallelSize` is there.
-    assert "tensorParallelSize" in model["vllmConfig"]
-    assert model["shmSize"] == pod("kubernetes/base")["volumes"][0]["emptyDir"]["sizeLimit"]
-    # By default, the chart passes `--no-enable-prefix-caching`.
-    assert model["vllmConfig"]["enablePrefixCaching"] is True
+    # The pod is Guaranteed, with the manifests' memory.
+    assert server["resources"]["requests"] == server["resources"]["limits"]
+    assert server["resources"]["limits"]["memory"] == plain["resources"]["limits"]["memory"]
 
 
 def test_hadolint_accepts_the_dockerfile() -> None:

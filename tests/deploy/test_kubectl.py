@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,8 @@ from tests.tooling.scripts import ROOT
 KUBECTL = ROOT / ".venv" / "kubectl" / "kubectl"
 OURS = "registry.example.com/vllm-kvoffload:0.1.0"
 
-# llm-d's own base is not here, so this is a Deployment with the names that the patch relies on.
+# A stand-in for the guide's base, with what the patch has to replace or keep: a placeholder for the image, a delay before the signal, a
+# short grace period, other memory, and volumes.
 GUIDE = """
 apiVersion: apps/v1
 kind: Deployment
@@ -28,13 +32,18 @@ spec:
   template:
     metadata: {labels: {app: decode}}
     spec:
+      terminationGracePeriodSeconds: 20
       containers:
         - name: modelserver
-          image: vllm/vllm-openai:v0.32.0
+          image: REPLACE_MODEL_SERVER_IMAGE
           command: [vllm, serve]
-          args: [Qwen/Qwen3-32B]
+          args: []
+          env: [{name: HF_HOME, value: /models}]
+          lifecycle: {preStop: {exec: {command: [/bin/sleep, "15"]}}}
+          resources: {requests: {memory: 200Gi}, limits: {memory: 400Gi}}
           volumeMounts: [{name: shm, mountPath: /dev/shm}]
       volumes:
+        - {name: models, emptyDir: {}}
         - {name: shm, emptyDir: {medium: Memory}}
 """
 
@@ -74,7 +83,7 @@ def test_the_registry_is_named_in_one_place(name: str, tmp_path: Path) -> None:
     assert "registry.of.mine/vllm-kvoffload:0.1.0" in text
 
 
-def test_llm_ds_patch_gives_a_valid_deployment(tmp_path: Path) -> None:
+def test_llm_ds_patch_gives_a_valid_deployment_with_our_image_memory_and_time_to_end(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     (base / "deployment.yaml").write_text(GUIDE)
@@ -88,4 +97,28 @@ def test_llm_ds_patch_gives_a_valid_deployment(tmp_path: Path) -> None:
     assert (doctor["image"], server["image"]) == (OURS, OURS)
     assert any("KVOffloadConnector" in argument for argument in server["args"])
     assert server["volumeMounts"] == [{"name": "shm", "mountPath": "/dev/shm"}]
-    assert spec["volumes"] == [{"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}]
+    assert {one["name"]: one["emptyDir"] for one in spec["volumes"]} == {
+        "models": {},
+        "shm": {"medium": "Memory", "sizeLimit": "16Gi"},
+    }
+    assert server["resources"]["requests"] == server["resources"]["limits"]
+    assert server["env"] == [{"name": "HF_HOME", "value": "/models"}]
+    delay = int(server["lifecycle"]["preStop"]["exec"]["command"][-1])
+    (shutdown,) = re.findall(r"--shutdown-timeout=(\d+)", "\n".join(server["args"]))
+    assert spec["terminationGracePeriodSeconds"] >= delay + int(shutdown) + 15
+
+
+@pytest.mark.parametrize("name", KUBERNETES)
+def test_the_doctor_reads_what_kubectl_renders(name: str) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "kvoffload",
+        "doctor",
+        "--json",
+        "--",
+        yaml.safe_dump_all(render(FOLDER / name)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    said = {one["check"]: one["verdict"] for one in json.loads(done.stdout)["findings"]}
+    assert {said[check] for check in ("settings", "vllm connector", "load failures")} == {"ok"}

@@ -48,6 +48,8 @@ def find(line: str | list[str]) -> Launch:
         "docker --context far run --init -eA=b -p8000:80 registry.example.com:5000/x/img:1 M --ranks 2",
         "podman run --replace --device nvidia.com/gpu=all --security-opt=label=disable img M --ranks 2",
         "nerdctl run --env-file /nowhere --gpus=all img M --ranks 2",
+        "docker create --gpus all img M --ranks 2",
+        "docker service create --name x img M --ranks 2",
         "docker compose run --rm img M --ranks 2",
         "docker compose -f x.yml run -T --no-deps --build img M --ranks 2",
         "podman run --tls-verify --no-hosts --pull=newer img M --ranks 2",
@@ -105,7 +107,12 @@ def test_a_pods_args_and_composes_command_are_the_arguments(words: list[str], wa
         "MORE='--ranks 2'\nengine serve M $MORE",
         'MORE=(\n  --ranks 2\n)\nengine serve M "${MORE[@]}"',
         "ExecStart=/usr/bin/engine serve M --ranks 2",
+        "[Unit]\nDescription=engine\n[Service]\nExecStart=-/opt/bin/engine serve M --ranks 2\nRestart=always\n",
+        "cat > Dockerfile <<E\nFROM img\nE\nengine serve M --ranks 2",
         "$ engine serve M --ranks 2",
+        "(cd /x && engine serve M --ranks 2) &",
+        "docker run --gpus all `\n  img `\n  M --ranks 2",
+        "docker run --gpus all ^\n  img ^\n  M --ranks 2",
         'CMD ["engine", "serve", "M", "--ranks", "2"]',
         'ENTRYPOINT ["engine", "serve", "M", "--ranks", "2"]',
         "# of the pod\ncommand: [engine, serve]\nargs:\n- M\n# as many as there are GPUs\n- --ranks # of one node\n- 2\n",
@@ -117,6 +124,79 @@ def test_scripts_and_container_files_are_read(text: str, monkeypatch: pytest.Mon
     for name in ("MODEL", "RANKS", "MORE"):
         monkeypatch.delenv(name, raising=False)
     assert list(find([text]).arguments) == REST
+
+
+POD = """
+apiVersion: v1
+kind: Service
+metadata: {name: x}
+---
+apiVersion: apps/v1
+kind: Deployment
+spec:
+  template:
+    spec:
+      initContainers: [{name: check, command: [check, engine], args: [--x]}]
+      containers:
+        - name: side
+          image: nginx
+        - name: engine
+          image: img
+          %s
+          env:
+            - {name: A, value: b}
+            - {name: TOKEN, valueFrom: {secretKeyRef: {name: x, key: y}}}
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "services:\n  x: {image: nginx}\n  engine:\n    image: img\n    environment: {A: b, TOKEN: }\n    command: M --ranks 2\n",
+        "# ours\nimage: img\nenvironment: [A=b, TOKEN]\nentrypoint: [engine, serve]\ncommand: >\n  M\n  --ranks 2\n",
+        '{"image": "img", "environment": [{"name": "A", "value": "b"}], "command": ["M", "--ranks", "2"]}',
+        POD % "args: [M, --ranks, '2']",
+        POD % "command: [engine, serve]\n          args: [M, --ranks, '2']",
+        POD % "command: [sh, -c]\n          args: ['exec engine serve M --ranks 2']",
+        "- image: img\n  args: [M, --ranks, '2']\n  env: [{name: A, value: b}]\n",
+        '# syntax\nARG A\nFROM big AS first\nENV A=c\nCMD x\nFROM img\nENV A=b\nRUN pip install x\nCMD ["M", \\\n  "--ranks", "2"]\n',
+        "FROM img\nENV A b\nENTRYPOINT engine serve M --ranks 2\n",
+    ],
+)
+def test_a_whole_file_of_containers_is_read_with_image_and_environment(text: str) -> None:
+    found = find([text])
+    assert (list(found.arguments), found.image, found.environ) == (REST, "img", {"A": "b"})
+
+
+def test_a_pods_variable_can_come_from_a_config_map_in_the_same_text() -> None:
+    variables = "".join(
+        f"    - name: {name}\n      valueFrom: {{configMapKeyRef: {{name: settings, key: {key}}}}}\n"
+        for name, key in (("MODEL", "model"), ("OTHER", "absent"))
+    )
+    pod = f"kind: Pod\nspec:\n  containers:\n  - image: img\n    args: [$(MODEL), --id=$(OTHER)]\n    env:\n{variables}"
+    settings = "kind: ConfigMap\nmetadata: {name: settings}\ndata: {model: M}\n"
+    for text in (f"{pod}---\n{settings}", f"{settings}---\n{pod}"):
+        assert find([text]).arguments == ("M", "--id=$(OTHER)")
+
+
+def test_a_unit_of_systemd_sets_variables() -> None:
+    found = find(['[Service]\nEnvironment="A=b c" D=e\nExecStart=engine serve M\n'])
+    assert {"A": "b c", "D": "e"}.items() <= found.environ.items()
+
+
+def test_the_container_with_the_engines_command_is_chosen_and_others_are_a_problem() -> None:
+    other = "  x: {image: first, command: --port 80}\n"
+    ours = "  y: {image: second, command: engine serve M}\n"
+    assert find([f"services:\n{other}{ours}"]).image == "second"
+    with pytest.raises(ConfigError, match=r"each of 2 containers could be the engine's \(first, third\)"):
+        find([f"services:\n{other}{other.replace('x', 'z').replace('first', 'third')}"])
+
+
+def test_a_file_that_is_named_is_not_opened_and_the_error_says_how_to_give_its_text(tmp_path: Path) -> None:
+    script = tmp_path / "start.sh"
+    script.write_text("engine serve M")
+    with pytest.raises(ConfigError, match=re.escape(f'"$(cat {script})"')):
+        find(["bash", str(script)])
 
 
 def test_the_image_and_its_environment_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +237,9 @@ def test_variables_are_replaced_if_their_value_is_known(monkeypatch: pytest.Monk
         ["docker", "run", "ubuntu", "ls", "folder"],
         ["sh", "-c", "engine serve 'M"],
         [""],
+        ["a: &a\n  b: *a\n"],
+        ["a: &0 [x]\n" + "".join(f"b{n}: &{n} [{', '.join([f'*{n - 1}'] * 9)}]\n" for n in range(1, 12))],
+        ["{" + '"a": {' * 300 + "}" * 301],
         ["[1, 2"],
         ["engine\x0bserve"],
         ["sh", "-c", "engine\u00a0serve M"],
@@ -187,6 +270,11 @@ PARTS = [
         "$A",
         "$(",
         "args:",
+        "image: x",
+        "FROM x",
+        "environment: {a: ",
+        "---",
+        "kind: ConfigMap\nmetadata: ",
         "command: [",
         "- ",
         "#",

@@ -376,7 +376,7 @@ WRONG_LINES = [
     ('{"seq":1,"t":1e12,"event":"X"}\n', r"Expected `float` < .* - at `\$.t`"),
     (f'{{"seq":1,"t":{"9" * 400},"event":"X"}}\n', "Number out of range"),
     (f'{{"seq":1,"t":{"9" * 5000},"event":"BlocksOffered","blocks":1}}\n', "not JSON"),
-    ('{"seq":' + "[" * 100_000 + "\n", "recursion"),
+    ('{"seq":' + "[" * 100_000 + "\n", "recursion|Stack overflow"),
     (GOOD[:-1], "cut off"),
     ("\xff\n", "can't decode"),
 ]

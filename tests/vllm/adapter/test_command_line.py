@@ -116,6 +116,8 @@ def test_every_way_to_start_a_server_is_recognized(line: str) -> None:
         ("--max-model-len -2 --block-size 32", "'-2' is not a size"),
         ("--kv-transfer-config '{\"kv' --block-size 32", "--kv-transfer-config is not JSON"),
         ("--kv-transfer-config [] --block-size 32", "--kv-transfer-config"),
+        ("\u2013block-size 32", "\u2013block-size begins with a dash that is no hyphen"),
+        ("\u2014block-size=32", "begins with a dash that is no hyphen"),
     ],
 )
 def test_a_value_that_vllm_would_refuse_is_a_problem_and_the_others_are_read(line: str, said: str) -> None:

@@ -1,0 +1,134 @@
+"""Finds containers in the texts that start them: compose files, pods, objects of operators with pods in them, and Dockerfiles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvoffload.checks.script import read_documents, split_script
+
+_KEYS = (("entrypoint", "command"), ("command", "args"))
+"""The keys that name a container's command and its arguments: those of compose and those of a pod."""
+_YAML_LIKE = re.compile(r"\s*(?:(?:#|---)[^\n]*\n\s*)*(?:\[|\{|- |[\w.-]+:(?:\s|$))")
+_DOCKERFILE_LIKE = re.compile(r"\s*(?:(?:#|ARG\b)[^\n]*\n\s*)*FROM[ \t]")
+_CONTINUED = re.compile(r"\\[ \t\r]*\n")
+_INSTRUCTION = re.compile(r"^[ \t]*(FROM|ENV|ENTRYPOINT|CMD)[ \t]+(.*)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """What a text says about a container.
+
+    Args:
+        command: the command; empty if the image's own command runs.
+        arguments: the arguments of that command.
+        environ: the environment variables with a value in the text.
+        image: the image; empty if the text does not name it.
+    """
+
+    command: tuple[str, ...]
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    image: str = ""
+
+
+def read_containers(text: str) -> list[Container]:
+    """Return the containers of a text, which has none if it is neither YAML, JSON nor a Dockerfile.
+
+    Raises:
+        ConfigError: the text is YAML and PyYAML is not installed, or a quote in an argument is not closed.
+    """
+    if _DOCKERFILE_LIKE.match(text):
+        return [_of_dockerfile(text)]
+    if not _YAML_LIKE.match(text):
+        return []
+    documents = read_documents(text)
+    maps = dict(_config_maps(documents))
+    return [_of_mapping(one, maps) for one in _mappings(documents)]
+
+
+def _config_maps(documents: list[Any]) -> Iterator[tuple[str, object]]:
+    """Yield the name and the data of each ConfigMap."""
+    for one in documents:
+        if isinstance(one, dict) and one.get("kind") == "ConfigMap" and isinstance(one.get("metadata"), dict):
+            yield str(one["metadata"].get("name")), one.get("data")
+
+
+def _mappings(documents: list[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the mappings in documents that have the keys of a container."""
+    left: list[object] = [documents]
+    seen: set[int] = set()  # YAML's anchors can repeat a value many times, and put a value into itself
+    while left:
+        value = left.pop()
+        if not isinstance(value, dict | list) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict) and {"entrypoint", "command", "args"} & value.keys():
+            yield value
+        else:
+            left += reversed(value if isinstance(value, list) else [*value.values()])
+
+
+def _of_mapping(found: Mapping[str, Any], maps: Mapping[str, object]) -> Container:
+    command, arguments = _KEYS["args" in found]
+    return Container(
+        _words(found.get(command)),
+        _words(found.get(arguments)),
+        _variables(found.get("environment") or found.get("env"), maps),
+        str(found.get("image") or ""),
+    )
+
+
+def _words(value: object) -> tuple[str, ...]:
+    if isinstance(value, list):
+        return tuple(str(item) for item in value)
+    return () if value is None else tuple(split_script(str(value)))
+
+
+def _variables(value: object, maps: Mapping[str, object]) -> dict[str, str]:
+    """Return the variables of compose's mapping or list, or of a pod's list, if the text has their values."""
+    if isinstance(value, dict):
+        return {str(name): str(one) for name, one in value.items() if one is not None}
+    found: dict[str, str] = {}
+    for one in value if isinstance(value, list) else ():
+        if isinstance(one, str) and "=" in one:
+            name, _, text = one.partition("=")
+            found[name] = text
+        elif isinstance(one, dict) and (known := _value(one, maps)) is not None:
+            found[str(one.get("name"))] = str(known)
+    return found
+
+
+def _value(variable: dict[str, Any], maps: Mapping[str, object]) -> object:
+    """Return the value of a pod's variable, which may be in a ConfigMap; None if the text does not have it."""
+    source = variable.get("valueFrom")
+    reference = source.get("configMapKeyRef") if isinstance(source, dict) else None
+    if not isinstance(reference, dict):
+        return variable.get("value")
+    data = maps.get(str(reference.get("name")))
+    return data.get(reference.get("key")) if isinstance(data, dict) else None
+
+
+def _of_dockerfile(text: str) -> Container:
+    """Return the container of a Dockerfile's last stage, in which the last command and the last arguments count."""
+    parts: dict[str, tuple[str, ...]] = {}
+    environ: dict[str, str] = {}
+    for name, value in _INSTRUCTION.findall(_CONTINUED.sub(" ", text)):
+        if name == "FROM":
+            parts, environ = {}, {}
+        if name == "ENV":
+            environ |= _variables_of_instruction(value)
+        else:
+            parts[name] = tuple(split_script(value))
+    return Container(
+        parts.get("ENTRYPOINT", ()), parts.get("CMD", ()), environ, next(iter(parts["FROM"]), "")
+    )
+
+
+def _variables_of_instruction(value: str) -> dict[str, str]:
+    name, space, old_form = value.partition(" ")
+    if "=" not in name:
+        return {name: old_form.strip()} if space else {}
+    return _variables(split_script(value), {})
