@@ -220,8 +220,9 @@ def note_plan(scene: Scene, plan: TransferPlan, known: set[JobId]) -> None:
     for job in state.jobs.open.values():
         if isinstance(job, Store) and job.id in scene.world.copies and job.id not in known:
             for offer in job.offers:
-                for key in offer.keys if offer.record is not None else ():
-                    _note_store(scene, (offer.record.request, offer.incarnation, key))
+                if offer.record is not None:
+                    for key in offer.keys:
+                        _note_store(scene, (offer.record.request, offer.incarnation, key))
     for entry in [entry for entry in scene.stored if entry[0] not in state.requests.live]:
         del scene.stored[entry]
 
