@@ -1,6 +1,6 @@
 #!/bin/bash
 # Expected: an index of KV events knows what the events say. A worker stores blocks 1, 2, 3 of a prompt, removes block 2, and
-#   stores it again: all three are there. Engines whose layers have sliding windows do remove a block before those after it.
+#   stores it again: all three are there. An engine may remove a block before those after it, as sliding windows do.
 # Happens: for medium "GPU", the removal of block 2 also forgets block 3, for which no event came. After block 2 was stored
 #   again, two blocks match, until block 3 is stored once more, which an engine that still has it never says. The same events
 #   with medium "CPU" or "DISK" give three.

@@ -1,7 +1,7 @@
 #!/bin/bash
-# Expected: Dynamo's indexer, which "indexes device, host-pinned, and disk tier blocks", says how many tokens of a prompt a worker
-#   has in whatever tier. A worker with block 1 in its host's memory, block 2 on its disk and block 3 in its host's memory has
-#   all three: block 2 was longest unused, so it went to the disk.
+# Expected: Dynamo's indexer, which "indexes device, host-pinned, and disk tier blocks", says how many tokens of a prompt a
+#   worker has, in whatever tiers. A worker with block 1 in its host's memory, block 2 on its disk and block 3 in its host's
+#   memory has all three blocks.
 # Happens: the search goes from the GPU to the host's memory to the disk and never back. So it finds blocks 1 and 2, and not
 #   block 3, which is in the faster tier. With block 3 on the disk too it finds all three.
 # Versions: ai-dynamo-runtime 1.6.1 (`python -m dynamo.indexer`), pyzmq 27.3.0, msgspec 0.22.0, Python 3.11.
