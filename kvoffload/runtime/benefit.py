@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sized
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -39,14 +38,6 @@ class _Batch(Struct):
 
     queued_s: float  #: how long the copies before them still took
     tokens: int = 0  #: how many tokens they copy
-
-
-class _Load(NamedTuple):
-    """A load that has not ended."""
-
-    planned: float  #: when it was planned
-    tokens: int  #: how many tokens it copies
-    batch: _Batch
 
 
 _ON_HOST = (Tier.HOST,)
@@ -91,7 +82,8 @@ class NetBenefit:
         self._usual_tokens = 0
         # For each request that waits, why its first lookup answered "not yet".
         self._deferrals: dict[RequestId, LoadWait] = {}
-        self._loads: dict[RequestId, _Load] = {}  # the open load of each request
+        # When the open load of each request was planned, how many tokens it copies, and its batch.
+        self._loads: dict[RequestId, tuple[float, int, _Batch]] = {}
         # When each open fetch for a request was planned, and how many tokens it copies.
         self._fetches: dict[JobId, tuple[float, int]] = {}
         self._open_tokens = 0  # of the open loads
@@ -230,28 +222,30 @@ class NetBenefit:
             self._batch = _Batch(queued_s)
         self._batch.tokens += tokens
         self._open_tokens += tokens
-        self._loads[event.request] = _Load(now, tokens, self._batch)
+        self._loads[event.request] = now, tokens, self._batch
         if self._set_least is not None:
             self._push_least(_ON_HOST)  # other requests may be looked up before the next step
 
     def _load_orphaned(self, event: events.LoadOrphaned) -> None:
         """Add a request's wait for its load until now, and ignore the load's end."""
         if (load := self._loads.pop(event.request, None)) is not None:
-            self._open_tokens -= load.tokens
-            self._waits[LoadWait.OWN_LOAD].observe(self._hook.now - load.planned)
+            planned, tokens, _ = load
+            self._open_tokens -= tokens
+            self._waits[LoadWait.OWN_LOAD].observe(self._hook.now - planned)
 
     def _load_ended(self, event: events.LoadEnded) -> None:
         load = self._loads.pop(event.request, None)
         if load is None:
             return
+        planned, tokens, batch = load
         now, loads = self._hook.now, self._break_even[Tier.HOST]
-        waited_s = now - load.planned
+        waited_s = now - planned
         self._waits[LoadWait.OWN_LOAD].observe(waited_s)
-        self._open_tokens = self._open_tokens - load.tokens if self._loads else 0
+        self._open_tokens = self._open_tokens - tokens if self._loads else 0
         loads.ended(now, self._open_tokens)
         if event.outcome is LoadOutcome.LOADED:
-            self._unpriced_tokens += load.tokens
-            loads.loaded(now, load.batch.tokens, waited_s - load.batch.queued_s, event.copy_s)
+            self._unpriced_tokens += tokens
+            loads.loaded(now, batch.tokens, waited_s - batch.queued_s, event.copy_s)
             self._price()
         if self._set_least is not None:
             self._push_least(_ON_HOST)  # other requests may be looked up before the next step
