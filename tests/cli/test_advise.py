@@ -208,22 +208,26 @@ def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest
 # -- the proof ------------------------------------------------------------------------------------------------------
 
 
-def replay(prompts: Iterable[Prompt], host: int) -> float:
-    """Return the share of prompt tokens that the real core finds with a host of this size."""
-    engine = CoreEngine(Tiers("host", host), set(), TOKENS)
+def replay(prompts: Iterable[Prompt], host: int, disk: int = 0) -> float:
+    """Return the share of prompt tokens that the real core finds with tiers of these sizes."""
+    engine = CoreEngine(Tiers("tiers", host, disk), set(), TOKENS)
     for prompt in prompts:
         engine.serve(prompt)
     return engine.count["hit"] / engine.count["tokens"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("host", [200, 800])
-def test_a_second_replay_at_the_advised_size_finds_what_was_promised(host: int) -> None:
+@pytest.mark.parametrize(
+    ("about", "host", "disk"), [("host", 200, 0), ("host", 800, 0), ("disk", 400, 0), ("disk", 800, 0)]
+)
+def test_a_second_replay_at_the_advised_size_finds_what_was_promised(
+    about: str, host: int, disk: int
+) -> None:
     prompts = [Prompt(0.0, len(keys) * TOKENS + 1, keys) for keys in chats(11, 1500)]
     group = GroupSpec(GroupId(0), AttentionKind.FULL, TOKENS)
     shape = EngineShape((group,), ranks=1, device_blocks=0, step_tokens=1)
-    curve = CapacityCurve(shape, make_config(), lambda: Sizes(host, 0, GIB), lambda: 0.0)
-    engine = Engine(kvoffload_capacity_slots={("host",): host})
+    curve = CapacityCurve(shape, make_config(), lambda: Sizes(host, disk, GIB), lambda: 0.0)
+    engine = Engine(kvoffload_capacity_slots={("host",): host, ("disk",): disk})
     curve.subscribe(engine.bus)
     for number, prompt in enumerate(prompts):
         engine.bus.publish(facts.RequestSeen(RequestId(f"{number}"), prompt.tokens, (prompt.keys,)))
@@ -231,8 +235,10 @@ def test_a_second_replay_at_the_advised_size_finds_what_was_promised(host: int) 
     curve.measure()
     predicted = {name: series for name, series in curve.series.items() if "second" not in name}
     engine.state = {**engine.state, **predicted}
-    (advised,) = [one for one in advise(engine.reading()) if one.about == "host"]
-    assert advised.numbers["bytes"] > advised.numbers["today_bytes"] == host * GIB
-    size = int(advised.numbers["bytes"] / GIB)
-    assert replay(prompts, host) == pytest.approx(advised.numbers["today"], abs=0.02)
-    assert replay(prompts, size) == pytest.approx(advised.numbers["predicted"], abs=0.02)
+    (advised,) = [one for one in advise(engine.reading()) if one.about == about]
+    size, today = int(advised.numbers["bytes"] / GIB), disk if about == "disk" else host
+    assert size > today
+    assert replay(prompts, host, disk) == pytest.approx(advised.numbers["today"], abs=0.02)
+    found = replay(prompts, host, size) if about == "disk" else replay(prompts, size)
+    assert found == pytest.approx(advised.numbers["predicted"], abs=0.02)
+    assert advised.numbers["gain"] > 0.02
