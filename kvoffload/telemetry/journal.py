@@ -115,12 +115,22 @@ class Journal:
 
     def _move(self, _: Tick | TierRestored | Batch) -> None:
         """Move messages to the ring, and pass them to the task that writes the file."""
-        entries = self._entries(self._young)
+        entries = self._entries(self._last() if self._feed is None else self._young)
         _extend(self._ring, entries)
         self._young.clear()
         if self._feed is not None:
             for entry in entries:
                 self._feed.offer(entry)
+
+    def _last(self) -> list[Batch]:
+        """Return the last batches, of which older ones would leave no message in the ring."""
+        wanted, young = self._ring.maxlen or 0, self._young
+        for place in range(len(young) - 1, 0, -1):
+            messages = young[place].messages
+            wanted -= len(messages) - _is_idle(messages[0])  # of idle steps in a row, the ring keeps one
+            if wanted <= 0:
+                return young[place:]
+        return young
 
     def _entries(self, batches: Iterable[Batch]) -> list[Entry]:
         epoch = self._hook.unix(0)
@@ -132,12 +142,15 @@ class Journal:
         ]
 
 
+def _is_idle(message: object) -> bool:
+    return type(message) is StepScheduled and message.is_idle
+
+
 def _extend(ring: deque[Entry], entries: Iterable[Entry]) -> None:
     """Append entries. Of consecutive idle steps, keep only the last, so that other entries stay in the ring longer."""
     was_idle = False
     for entry in [ring.pop(), *entries] if ring else entries:
-        message = entry[2]
-        is_idle = type(message) is StepScheduled and message.is_idle
+        is_idle = _is_idle(entry[2])
         if is_idle and was_idle:
             ring.pop()
         ring.append(entry)

@@ -15,7 +15,7 @@ from anyio import wait_all_tasks_blocked
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload.bus.bus import Bus
+from kvoffload.bus.bus import Batch, Bus, Tick
 from kvoffload.model import events, facts
 from kvoffload.model.causes import CopyOutcome, DegradeCause, StoreOutcome
 from kvoffload.model.errors import ConfigError
@@ -479,3 +479,32 @@ def test_empty_steps_do_not_push_other_lines_out_of_the_ring() -> None:
     bus.publish(BlocksOffered(2))
     kept = [json.loads(line) for line in journal.tail(3)]
     assert [line.get("step", line["event"]) for line in kept] == ["BlocksOffered", 9, "BlocksOffered"]
+
+
+STREAM = st.lists(st.integers(0, 3), max_size=40)  # events in a row; 0 stands for an idle step
+
+
+@given(STREAM, st.sets(st.integers(0, 39)))
+def test_property_the_ring_is_the_same_however_often_messages_move_to_it(
+    stream: list[int], ticks: set[int]
+) -> None:
+    journals = [journal_of(Bus(Ticks()), ring_size=4) for _ in range(2)]
+    before = 0
+    for place, count in enumerate(stream):
+        messages: list[object] = [BlocksOffered(count)] * count or [StepScheduled(1)]
+        for journal in journals:
+            journal._young.append(Batch(before, float(place), messages))
+        before += len(messages)
+        journals[0]._move(Tick())
+        if place in ticks:
+            journals[1]._move(Tick())
+    assert journals[0].tail(9) == journals[1].tail(9)
+
+
+def test_what_would_not_stay_in_the_ring_does_not_move_to_it() -> None:
+    bus = Bus(Ticks())
+    journal = journal_of(bus, ring_size=3)
+    for number in range(100):
+        bus.publish(BlocksOffered(number))
+        bus.publish(StepScheduled(number))
+    assert sum(len(batch.messages) for batch in journal._last()) == 6
