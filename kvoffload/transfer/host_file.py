@@ -268,7 +268,8 @@ def open_host_file(claim: Claim, shape: RankShape, slots: int, pages: Path | Non
             return _opened(claim, shape, slots, pages, files)
     except (OSError, DiskError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError([f"host_path: {folder.path / name} cannot be used: {reason}"]) from error
+        where = f"host_path: {folder.path / name}" if pages is None else f"host_hugetlbfs: a file in {pages}"
+        raise ConfigError([f"{where} cannot be used: {reason}"]) from error
 
 
 def _opened(claim: Claim, shape: RankShape, slots: int, pages: Path | None, files: list[int]) -> HostFile:
