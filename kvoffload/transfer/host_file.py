@@ -60,6 +60,10 @@ _READ, _WRITE = 22, 23
 # What says so: `posix_fallocate`, and MADV_POPULATE_WRITE.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EFAULT, errno.ENOMEM)
 
+# So many ranks and engines may take a chunk at the same time. If one found the file system full after half of a chunk, it would
+# leave no room for the table, and for what the next start writes.
+_AT_ONCE = 16
+
 log = get_logger("host")
 
 
@@ -179,7 +183,7 @@ class HostFile:
         size = self.shape.whole_pages(size)
         is_there = self.has(first, size)
         try:
-            if not is_there and not _has_room(self.files[0], 2 * size):
+            if not is_there and not _has_room(self.files[0], _AT_ONCE * size):
                 os.posix_fallocate(self.files[0], start, size)  # all or nothing, but never of huge pages
             _populate(self._memory, self.files[0], start, size, _READ if is_there else _WRITE)
         except OSError as error:
