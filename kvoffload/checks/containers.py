@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvoffload.checks.script import read_documents, split_script
+from kvoffload.checks.script import read_documents, split_script, text_of
 
 _KEYS = (("entrypoint", "command"), ("command", "args"))
 """The keys that name a container's command and its arguments: those of compose and those of a pod."""
 _YAML_LIKE = re.compile(r"\s*(?:(?:#|---)[^\n]*\n\s*)*(?:\[|\{|- |[\w.-]+:(?:\s|$))")
-_DOCKERFILE_LIKE = re.compile(r"\s*(?:(?:#|ARG\b)[^\n]*\n\s*)*FROM[ \t]")
+_DOCKERFILE_LIKE = re.compile(r"\s*(?:(?:#|ARG\b)[^\n]*\n\s*)*FROM[ \t]", re.IGNORECASE)
+_COMMENT = re.compile(r"^[ \t]*#.*\n", re.MULTILINE)
 _CONTINUED = re.compile(r"\\[ \t\r]*\n")
-_INSTRUCTION = re.compile(r"^[ \t]*(FROM|ENV|ENTRYPOINT|CMD)[ \t]+(.*)", re.MULTILINE)
+_INSTRUCTION = re.compile(r"^[ \t]*(FROM|ENV|ENTRYPOINT|CMD)[ \t]+(.*)", re.MULTILINE | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ def _config_maps(documents: list[Any]) -> Iterator[tuple[str, object]]:
     """Yield the name and the data of each ConfigMap."""
     for one in documents:
         if isinstance(one, dict) and one.get("kind") == "ConfigMap" and isinstance(one.get("metadata"), dict):
-            yield str(one["metadata"].get("name")), one.get("data")
+            yield text_of(one["metadata"].get("name")), one.get("data")
 
 
 def _mappings(documents: list[Any]) -> Iterator[dict[str, Any]]:
@@ -77,27 +78,27 @@ def _of_mapping(found: Mapping[str, Any], maps: Mapping[str, object]) -> Contain
         _words(found.get(command)),
         _words(found.get(arguments)),
         _variables(found.get("environment") or found.get("env"), maps),
-        str(found.get("image") or ""),
+        text_of(found.get("image") or ""),
     )
 
 
 def _words(value: object) -> tuple[str, ...]:
     if isinstance(value, list):
-        return tuple(str(item) for item in value)
-    return () if value is None else tuple(split_script(str(value)))
+        return tuple(map(text_of, value))
+    return () if value is None else tuple(split_script(text_of(value)))
 
 
 def _variables(value: object, maps: Mapping[str, object]) -> dict[str, str]:
     """Return the variables of compose's mapping or list, or of a pod's list, if the text has their values."""
     if isinstance(value, dict):
-        return {str(name): str(one) for name, one in value.items() if one is not None}
+        return {str(name): text_of(one) for name, one in value.items() if one is not None}
     found: dict[str, str] = {}
     for one in value if isinstance(value, list) else ():
         if isinstance(one, str) and "=" in one:
             name, _, text = one.partition("=")
             found[name] = text
         elif isinstance(one, dict) and (known := _value(one, maps)) is not None:
-            found[str(one.get("name"))] = str(known)
+            found[text_of(one.get("name"))] = text_of(known)
     return found
 
 
@@ -107,28 +108,34 @@ def _value(variable: dict[str, Any], maps: Mapping[str, object]) -> object:
     reference = source.get("configMapKeyRef") if isinstance(source, dict) else None
     if not isinstance(reference, dict):
         return variable.get("value")
-    data = maps.get(str(reference.get("name")))
-    return data.get(reference.get("key")) if isinstance(data, dict) else None
+    data = maps.get(text_of(reference.get("name")))
+    return data.get(text_of(reference.get("key"))) if isinstance(data, dict) else None
 
 
 def _of_dockerfile(text: str) -> Container:
-    """Return the container of a Dockerfile's last stage, in which the last command and the last arguments count."""
+    """Return the container of a Dockerfile's last stage, in which the last command and the last arguments count.
+
+    A stage begins with what the stage has that it names.
+    """
     parts: dict[str, tuple[str, ...]] = {}
     environ: dict[str, str] = {}
-    for name, value in _INSTRUCTION.findall(_CONTINUED.sub(" ", text)):
+    stages: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, str]]] = {}
+    for word, value in _INSTRUCTION.findall(_CONTINUED.sub(" ", _COMMENT.sub("", text))):
+        name = word.upper()
         if name == "FROM":
-            parts, environ = {}, {}
-        if name == "ENV":
+            image, *alias = [one for one in value.split() if not one.startswith("--")] or [""]
+            before = stages.get(image.lower(), ({"FROM": (image,)}, {}))
+            parts, environ = {**before[0]}, {**before[1]}
+            stages |= {one.lower(): (parts, environ) for one in alias[1:]}
+        elif name == "ENV":
             environ |= _variables_of_instruction(value)
         else:
             parts[name] = tuple(split_script(value))
-    return Container(
-        parts.get("ENTRYPOINT", ()), parts.get("CMD", ()), environ, next(iter(parts["FROM"]), "")
-    )
+    return Container(parts.get("ENTRYPOINT", ()), parts.get("CMD", ()), environ, *parts["FROM"])
 
 
 def _variables_of_instruction(value: str) -> dict[str, str]:
-    name, space, old_form = value.partition(" ")
+    name, space, old_form = value.replace("\t", " ").partition(" ")
     if "=" not in name:
         return {name: old_form.strip()} if space else {}
     return _variables(split_script(value), {})

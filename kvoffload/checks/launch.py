@@ -33,7 +33,7 @@ _OF_CLUSTERS = {"apptainer", "singularity"}
 _IMAGE_OF_KUBECTL = re.compile(r"--image[= ](\S+)")
 _IMAGE_OF_CLUSTERS = re.compile(r".+\.(?:sif|simg|img)|\w[\w-]*://.+|\$\{?\w+\}?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^{}]*))?\}|\((\w+)\)|(\w+))")
+_VARIABLE = re.compile(r"\$\$?(?:\{(\w+)(?::?-([^{}]*))?\}|\((\w+)\)|(\w+))")
 _PLACEHOLDER = re.compile(r"\$[\w{(@*]")
 _OPERATOR = re.compile(r"[|&;<>\n]+")
 
@@ -104,24 +104,25 @@ def _is_file(word: str) -> bool:
 
 
 def _find_in_containers(text: str, commands: re.Pattern[str]) -> Launch | None:
-    """Return the start in the containers that a text describes. One that names the engine's command takes precedence.
+    """Return the start in the containers that a text describes. Those that name the engine's command take precedence.
 
     Raises:
         ConfigError: several containers could be the engine's.
     """
-    images: list[Launch] = []
+    named, images = list[Launch](), list[Launch]()
     for one in read_containers(text):
         environ = dict(one.environ)
         if found := _find([*one.command, *one.arguments], commands, environ, {}):
-            return Launch(found.arguments, environ, found.command, one.image)
-        if not one.command and _are_arguments(one.arguments, may_be_id=bool(one.image)):
+            named.append(Launch(found.arguments, environ, found.command, one.image))
+        elif not one.command and _are_arguments(one.arguments, may_be_id=bool(one.image)):
             images.append(Launch(one.arguments, environ, image=one.image))
-    if len(images) > 1:
-        names = ", ".join(one.image or "one without an image" for one in images)
+    starts = named or images
+    if any(one != starts[0] for one in starts):
+        names = ", ".join(one.image or "one without an image" for one in starts)
         raise ConfigError(
-            [f"each of {len(images)} containers could be the engine's ({names}); give only its own part"]
+            [f"each of {len(starts)} containers could be the engine's ({names}); give only its own part"]
         )
-    return images[0] if images else None
+    return starts[0] if starts else None
 
 
 def _expanded(word: str, known: Mapping[str, str]) -> list[str]:

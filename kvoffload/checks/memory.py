@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Sequence
 from pathlib import Path
 
 from kvoffload.checks.check import Check, Finding, Setup, fail, ok, unknown, warn
@@ -50,7 +49,7 @@ def needed_bytes(setup: Setup) -> int:
 
 
 def _host_memory(setup: Setup) -> Finding:
-    needed, before = needed_bytes(setup), _orphan_bytes(_kept(setup))
+    needed, before = needed_bytes(setup), _orphan_bytes(setup)
     if setup.config.host_hugetlbfs is not None:
         return ok(f'{size_text(needed)} come from the pool of huge pages, as "host path" says')
     limits = memory_limits(read_file)
@@ -77,8 +76,9 @@ def _kept(setup: Setup) -> list[Kept]:
     return [] if setup.config.host_path is None else list_kept(setup.config.host_path)
 
 
-def _orphan_bytes(kept: Sequence[Kept]) -> int:
-    return sum(each.size for each in kept if each.is_orphan)
+def _orphan_bytes(setup: Setup) -> int:
+    """Return how many bytes stopped engines keep where the ranks' memory will be."""
+    return sum(each.beside(setup.config.host_hugetlbfs) for each in _kept(setup) if each.is_orphan)
 
 
 def _host_path(setup: Setup) -> Finding | None:
@@ -99,7 +99,7 @@ def _host_path(setup: Setup) -> Finding | None:
         return fail(
             f"{folder} is not a folder in which this user can make files", "name another folder in host_path"
         )
-    needed, left, before = needed_bytes(setup), free_bytes(pages or folder), _orphan_bytes(_kept(setup))
+    needed, left, before = needed_bytes(setup), free_bytes(pages or folder), _orphan_bytes(setup)
     place = _tmpfs(folder) if pages is None else f"the pool of {pages}"
     text = f"{place} has {room_text(left)}"
     if before:

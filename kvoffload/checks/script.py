@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 import shlex
 from typing import Any
 
@@ -34,7 +35,7 @@ def split_script(text: str) -> list[str]:
     if _LIST_LIKE.match(text):
         for found in read_documents(text):
             if isinstance(found, list):
-                return [str(item) for item in found]
+                return list(map(text_of, found))
     return _split(_UNIT_VARIABLES.sub("\nexport ", _UNIT_COMMAND.sub("", text)))
 
 
@@ -54,8 +55,13 @@ def read_documents(text: str) -> list[Any]:
         raise ConfigError([f"{text[:80]!r} is read as YAML, which needs: pip install pyyaml"]) from error
     try:
         return list(yaml.safe_load_all(text))
-    except (ValueError, RecursionError, yaml.YAMLError):
+    except Exception:  # PyYAML raises errors of many kinds, such as IndexError for `!!int ""`.
         return []
+
+
+def text_of(value: object) -> str:
+    """Return a value of a JSON or YAML text as a word. Anchors can make a short text a list of endless length."""
+    return reprlib.repr(value) if isinstance(value, list | dict) else str(value)
 
 
 def _split(text: str) -> list[str]:

@@ -107,6 +107,17 @@ def singles(offers: Iterable[Offer]) -> list[Offer]:
     return [offer.one(number) for offer in offers for number in range(len(offer.keys))]
 
 
+def joined(offers: Iterable[Offer]) -> list[Offer]:
+    """Return the blocks of some offers in one offer for each block table."""
+    of_tables: dict[tuple[RequestRecord | None, int], list[Offer]] = {}
+    for offer in offers:
+        of_tables.setdefault((offer.record, offer.incarnation), []).append(offer)
+    return [
+        Offer(keys_of(run), blocks_of(run), *table, list(chain.from_iterable([one.places for one in run])))
+        for table, run in of_tables.items()
+    ]
+
+
 def owner(offer: Offer) -> RequestRecord | None:
     """Return the request that made an offer, or None if the request no longer has the offer's block table."""
     record = offer.record

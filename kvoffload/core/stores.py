@@ -18,7 +18,7 @@ from itertools import chain, compress, islice
 from operator import not_
 
 from kvoffload.core.eviction_watch import EvictionWatch
-from kvoffload.core.jobs import Failure, Offer, Store, blocks_of, keys_of, owner, singles, some
+from kvoffload.core.jobs import Failure, Offer, Store, blocks_of, joined, keys_of, owner, singles, some
 from kvoffload.core.machine import RequestState
 from kvoffload.core.request import Position, RequestRecord
 from kvoffload.core.state import CoreState
@@ -105,7 +105,7 @@ class Stores:
         """Settle offers whose keys another job has copied to the host."""
         if offers:
             self._state.tally.count_stores(StoreOutcome.IN_FLIGHT, len(offers))
-            self._share(offers)
+            self._share(joined(offers))
 
     def next_step(self) -> None:
         """Decide on the offers in `again`, then on as many offers that wait for room as there is room for."""

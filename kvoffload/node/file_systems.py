@@ -72,7 +72,7 @@ def check_pages(folder: Path) -> None:
     """Check that a folder can have the ranks' memory in huge pages.
 
     Raises:
-        ConfigError: it is missing, not on a hugetlbfs, or its pages are too large.
+        ConfigError: it is missing, not on a hugetlbfs, not writable, or its pages are too large.
     """
     try:
         page = page_bytes(folder)
@@ -83,6 +83,8 @@ def check_pages(folder: Path) -> None:
         raise ConfigError(
             [f"host_hugetlbfs: {folder} is on {found}; it must be on {_HUGETLBFS}, such as /dev/hugepages"]
         )
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError([f"host_hugetlbfs: {folder} is not a folder in which this user can make files"])
     if page > _LARGEST:
         problem = (
             f"host_hugetlbfs: {folder} has pages of {size_text(page)}; they may have at most {size_text(_LARGEST)}: mount it "

@@ -58,10 +58,9 @@ class Claim:
     folder: OpenFolder
     former: tuple[Process, ...]
 
-    @property
-    def size(self) -> int:
-        """Return how many bytes of memory the folder's files take."""
-        return _bytes_in(self.folder.path)
+    def size(self, *, in_pages: bool) -> int:
+        """Return how many bytes the folder's files have in a pool of huge pages, or else on the tmpfs."""
+        return _bytes_in(self.folder.path)[in_pages]
 
     def close(self, *, may_still_write: bool = False) -> None:
         """Unlock the folder.
@@ -170,7 +169,7 @@ def _joined(kind: OpenFolder, engine: str) -> Claim | None:
 def _taken_over(kind: OpenFolder, engine: str) -> Claim:
     """Take the fullest folder without an engine, or make a new one."""
     numbers = _numbers(kind)
-    by_size = sorted(numbers, key=lambda number: -_bytes_in(kind.path / str(number)))
+    by_size = sorted(numbers, key=lambda number: -sum(_bytes_in(kind.path / str(number))))
     new = max(numbers, default=-1) + 1
     for number in (*by_size, new):
         folder = kind.make(str(number))
@@ -239,17 +238,28 @@ class Kept:
 
     Args:
         path: the folder.
-        size: bytes of memory that its files take.
+        on_tmpfs: bytes that its files take on the tmpfs.
+        in_pages: bytes that its files take in a pool of huge pages.
         used_at: when a process of an engine last began or ended to use it, in seconds since 1970.
         owner: who uses or used it.
         is_orphan: whether no engine uses it.
     """
 
     path: Path
-    size: int
+    on_tmpfs: int
+    in_pages: int
     used_at: float
     owner: Owner
     is_orphan: bool
+
+    @property
+    def size(self) -> int:
+        """Return how many bytes of memory its files take."""
+        return self.on_tmpfs + self.in_pages
+
+    def beside(self, pages: Path | None) -> int:
+        """Return how many bytes they take where an engine with this `host_hugetlbfs` has its ranks' memory."""
+        return self.on_tmpfs if pages is None else self.in_pages
 
 
 def list_kept(root: Path) -> list[Kept]:
@@ -297,7 +307,7 @@ def _is_engine(path: Path) -> bool:
 def _kept(path: Path) -> Kept:
     with open_folder(path) as folder:
         used_at = os.stat(_OWNER, dir_fd=folder.descriptor).st_mtime
-        return Kept(path, _bytes_in(path), used_at, _read_owner(folder), _is_free(folder))
+        return Kept(path, *_bytes_in(path), used_at, _read_owner(folder), _is_free(folder))
 
 
 def remove_kept(kept: Kept) -> bool:
@@ -336,7 +346,7 @@ def make_room(place: HostPlace, is_needed: Callable[[], bool]) -> None:
         place: this engine's place, which it has claimed.
         is_needed: returns whether its memory does not fit.
     """
-    orphans = [kept for kept in list_kept(place.root) if kept.is_orphan]
+    orphans = [kept for kept in list_kept(place.root) if kept.is_orphan and kept.beside(place.pages)]
     for kept in sorted(orphans, key=lambda kept: kept.path.parent.name == place.kind):
         if not is_needed():
             return
@@ -361,10 +371,18 @@ def _is_free(folder: OpenFolder) -> bool:
     return True
 
 
-def _bytes_in(path: Path) -> int:
-    total = 0
+def _bytes_in(path: Path) -> tuple[int, int]:
+    """Return how many bytes a folder's files take on the tmpfs, and how many in a pool of huge pages, to which links lead.
+
+    The pool sets aside all pages of a file when it is mapped, and keeps them if the process ends before it uses them.
+    """
+    on_tmpfs = in_pages = 0
     with suppress(OSError):
         for each in path.iterdir():
             with suppress(OSError):
-                total += 512 * each.stat().st_blocks  # of what a link leads to
-    return total
+                found = each.stat()
+                if each.is_symlink():
+                    in_pages += found.st_size
+                else:
+                    on_tmpfs += 512 * found.st_blocks
+    return on_tmpfs, in_pages

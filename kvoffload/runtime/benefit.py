@@ -110,6 +110,8 @@ class NetBenefit:
         bus.count(events.LoadEnded, self._load_ended)
         bus.count(events.TierCopyScheduled, self._fetch_scheduled)
         bus.count(events.TierCopyEnded, self._fetch_ended)
+        if set_least is not None:
+            bus.count(facts.RequestSeen, self._seen)
 
     @property
     def waited_s(self) -> float:
@@ -148,6 +150,11 @@ class NetBenefit:
             self._decoded = 0
             if self._set_least is not None:
                 self._push_least(self._break_even)
+
+    def _seen(self, _: facts.RequestSeen) -> None:
+        """Set the lengths for the first request after a pause, in which the measurements may have expired."""
+        if len(self._requests) == 1:
+            self._push_least(self._break_even)
 
     def _step(self, fact: facts.StepScheduled) -> None:
         now = self._hook.now

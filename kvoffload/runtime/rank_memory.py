@@ -169,13 +169,16 @@ def _slots_in_files(
 ) -> int:
     layout = shape.layout
     slots = config.host_bytes // ranks.copies // layout.slot_bytes
-    # While the scheduler's process writes its table, that of the process before is still there.
-    size = ranks.checked_copies * shape.file_bytes(slots) + 2 * table_bytes(slots, ranks.count) - claim.size
+    kept = claim.size(in_pages=place.pages is not None)
+    size = ranks.checked_copies * shape.file_bytes(slots) - kept
+    if place.pages is None:
+        # While the scheduler's process writes its table, that of the process before is still there.
+        size += 2 * table_bytes(slots, ranks.count)
     # A pool of huge pages is apart from the memory that the system and its cgroups count.
     from_pool = max(size, 0) if place.pages else 0
     if ranks.rank % ranks.local == 0:
         make_room(place, lambda: not fits(size - from_pool) or free_bytes(place.memory) < size)
-    slots = _slots(config, ranks, layout, claim.size + from_pool)
+    slots = _slots(config, ranks, layout, kept + from_pool)
     check_free(place.root, place.pages, size)
     return slots
 

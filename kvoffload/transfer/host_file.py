@@ -60,6 +60,10 @@ _READ, _WRITE = 22, 23
 # What says so: `posix_fallocate`, and MADV_POPULATE_WRITE.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EFAULT, errno.ENOMEM)
 
+# So many ranks and engines may take a chunk at the same time. If one found the file system full after half of a chunk, it would
+# leave no room for the table, and for what the next start writes.
+_AT_ONCE = 16
+
 log = get_logger("host")
 
 
@@ -179,7 +183,7 @@ class HostFile:
         size = self.shape.whole_pages(size)
         is_there = self.has(first, size)
         try:
-            if not is_there and not _has_room(self.files[0], 2 * size):
+            if not is_there and not _has_room(self.files[0], _AT_ONCE * size):
                 os.posix_fallocate(self.files[0], start, size)  # all or nothing, but never of huge pages
             _populate(self._memory, self.files[0], start, size, _READ if is_there else _WRITE)
         except OSError as error:
@@ -268,7 +272,8 @@ def open_host_file(claim: Claim, shape: RankShape, slots: int, pages: Path | Non
             return _opened(claim, shape, slots, pages, files)
     except (OSError, DiskError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError([f"host_path: {folder.path / name} cannot be used: {reason}"]) from error
+        where = f"host_path: {folder.path / name}" if pages is None else f"host_hugetlbfs: a file in {pages}"
+        raise ConfigError([f"{where} cannot be used: {reason}"]) from error
 
 
 def _opened(claim: Claim, shape: RankShape, slots: int, pages: Path | None, files: list[int]) -> HostFile:

@@ -135,7 +135,7 @@ def test_processes_that_may_still_write_are_named(
     ended = this_process()._replace(started=1)
     other = Process(7, 1, "pid:[1]")
     owner = Owner("e", (this_process(),), (other, ended))
-    kept = Kept(shared_memory / "kind" / "0", 1, 0.0, owner, is_orphan=True)
+    kept = Kept(shared_memory / "kind" / "0", 1, 0, 0.0, owner, is_orphan=True)
     monkeypatch.setattr("kvoffload.node.folder.list_kept", lambda root: [kept])
     (folder,) = json.loads(run(capsys, shared_memory, "--json")[0])["folders"]
     assert folder["processes"] == [

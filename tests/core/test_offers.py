@@ -13,10 +13,11 @@ from kvoffload.core.planners import EagerPlanner
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, Policy
 from kvoffload.core.stores import Stores
+from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId
-from tests.core.world import DevicePool, full, window
+from tests.core.world import DevicePool, World, full, window
 
 
 class Case(NamedTuple):
@@ -105,3 +106,14 @@ def test_an_offer_is_split_into_two_with_all_its_blocks(wanted: list[bool]) -> N
             row for row, chosen in zip(rows, wanted, strict=True) if chosen is is_in
         ]
         assert part.incarnation == 2
+
+
+def test_blocks_that_another_request_stores_are_watched_together() -> None:
+    world = World(step_tokens=32)
+    requests = [world.admitted(name, "abcdefghijklmnopq") for name in "abc"]
+    world.step(*requests)
+    for _ in range(2):
+        world.step_and_copy()
+    assert world.stores()[StoreOutcome.IN_FLIGHT] == 8
+    live = world.core.state.requests.live
+    assert [len(live[request.name].watched) for request in requests] == [0, 1, 1]

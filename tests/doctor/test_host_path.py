@@ -13,6 +13,7 @@ import pytest
 
 from kvoffload.checks import memory
 from kvoffload.checks.startup import examine_rank
+from kvoffload.node.file_systems import free_bytes
 from kvoffload.node.folder import list_kept
 from kvoffload.testing import FakeDevice
 from kvoffload.transfer.host_memory import RESERVE
@@ -88,7 +89,11 @@ def test_the_tmpfs_must_have_room(
 
 def test_huge_pages_must_be_in_the_pool(shared_memory: Path, huge_pages: Path, tmp_path: Path) -> None:
     known: dict[str, Any] = {"host_path": shared_memory, "host_hugetlbfs": huge_pages}
-    for size, verdict, said in ((64 * MIB, "ok", "64.0 MiB fit: the pool of "), (GIB, "error", "do not fit")):
+    stopped(shared_memory, "on the tmpfs")
+    for size, verdict, said in (
+        (64 * MIB, "ok", "64.0 MiB fit: the pool of "),
+        (free_bytes(huge_pages) + 1, "error", "do not fit"),
+    ):
         found = ask(memory.CHECKS, "host path", setup(host_bytes=size, **known), machine(tmp_path))
         assert (found[0], said in found[1]) == (verdict, True)
     found = ask(memory.CHECKS, "host memory", setup(host_bytes=GIB, **known), machine(tmp_path))

@@ -161,6 +161,8 @@ spec:
         "- image: img\n  args: [M, --ranks, '2']\n  env: [{name: A, value: b}]\n",
         '# syntax\nARG A\nFROM big AS first\nENV A=c\nCMD x\nFROM img\nENV A=b\nRUN pip install x\nCMD ["M", \\\n  "--ranks", "2"]\n',
         "FROM img\nENV A b\nENTRYPOINT engine serve M --ranks 2\n",
+        'from --platform=linux/amd64 img\nenv A b\ncmd ["M", \\\n  # on one node\n  "--ranks", "2"]\n',
+        'FROM img AS base\nENV A=b\nCMD ["M", "--ranks", "2"]\nFROM x AS tools\nCMD y\nFROM base AS last\nRUN make\n',
     ],
 )
 def test_a_whole_file_of_containers_is_read_with_image_and_environment(text: str) -> None:
@@ -177,6 +179,7 @@ def test_a_pods_variable_can_come_from_a_config_map_in_the_same_text() -> None:
     settings = "kind: ConfigMap\nmetadata: {name: settings}\ndata: {model: M}\n"
     for text in (f"{pod}---\n{settings}", f"{settings}---\n{pod}"):
         assert find([text]).arguments == ("M", "--id=$(OTHER)")
+        assert find([text.replace("absent", "[absent]")]).arguments == ("M", "--id=$(OTHER)")
 
 
 def test_a_unit_of_systemd_sets_variables() -> None:
@@ -188,8 +191,16 @@ def test_the_container_with_the_engines_command_is_chosen_and_others_are_a_probl
     other = "  x: {image: first, command: --port 80}\n"
     ours = "  y: {image: second, command: engine serve M}\n"
     assert find([f"services:\n{other}{ours}"]).image == "second"
-    with pytest.raises(ConfigError, match=r"each of 2 containers could be the engine's \(first, third\)"):
-        find([f"services:\n{other}{other.replace('x', 'z').replace('first', 'third')}"])
+    for one, images in ((other, "first, third"), (ours, "second, third")):
+        another = re.sub("  .: {image: [a-z]+", "  z: {image: third", one)
+        with pytest.raises(ConfigError, match=rf"each of 2 containers could be the engine's \({images}\)"):
+            find([f"services:\n{one}{another}"])
+    assert find([f"services:\n{ours}{ours.replace('y', 'z')}"]).image == "second"
+
+
+def test_a_dollar_sign_that_compose_must_not_replace_is_that_of_the_containers_own_variable() -> None:
+    text = "image: img\nenvironment: {COUNT: 2}\ncommand: sh -c 'engine serve M --ranks $${COUNT}'\n"
+    assert list(find([text]).arguments) == REST
 
 
 def test_a_file_that_is_named_is_not_opened_and_the_error_says_how_to_give_its_text(tmp_path: Path) -> None:
@@ -239,6 +250,9 @@ def test_variables_are_replaced_if_their_value_is_known(monkeypatch: pytest.Monk
         [""],
         ["a: &a\n  b: *a\n"],
         ["a: &0 [x]\n" + "".join(f"b{n}: &{n} [{', '.join([f'*{n - 1}'] * 9)}]\n" for n in range(1, 12))],
+        ["a: &0 [x]\n" + "".join(f"b{n}: &{n} [*{n - 1}, *{n - 1}]\n" for n in range(1, 99)) + "args: [*98]"],
+        ["args: !!int ''"],
+        ["args: !!bool what"],
         ["{" + '"a": {' * 300 + "}" * 301],
         ["[1, 2"],
         ["engine\x0bserve"],

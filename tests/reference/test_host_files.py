@@ -21,6 +21,7 @@ from kvoffload.model.errors import ConfigError, DiskError
 from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
 from kvoffload.model.ids import SlotId
 from kvoffload.model.wire import Tier
+from kvoffload.node.file_systems import free_bytes
 from kvoffload.node.folder import list_kept, remove_kept
 from kvoffload.node.table import HostTable, boot_id, table_bytes
 from kvoffload.runtime import host_catalog
@@ -28,10 +29,12 @@ from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.transfer.arena import Arena
 from tests.captured_logs import capture_logs
 from tests.gates import ManualExecutor
+from tests.mounts import mounted
 from tests.reference.rig import BLOCK, KINDS, Rig, rig, slot_bytes, text
 from tests.runtime.manual_portal import ManualPortal
 
 PROMPT = text(1, 10 * BLOCK)
+BLOCKS_OF_MOST_PAGES = 150 * 2**20 // slot_bytes("full")
 NONE: Mapping[str, object] = {}
 
 StartEngine = Callable[..., Rig]
@@ -701,3 +704,39 @@ def test_a_folder_that_is_not_on_a_hugetlbfs_is_an_error(
     folder = tmp_path / "missing" if is_missing else tmp_path
     with pytest.raises(ConfigError, match="No such file" if is_missing else "must be on hugetlbfs"):
         start(extra={"host_hugetlbfs": folder})
+
+
+def test_a_folder_for_huge_pages_in_which_no_file_can_be_made_is_an_error_that_names_it(
+    start: StartEngine,
+) -> None:
+    problem = "host_hugetlbfs: {} is not a folder in which this user can make files"
+    with (
+        mounted("hugetlbfs", "pagesize=2M,ro") as folder,
+        pytest.raises(ConfigError, match=problem.format(folder)),
+    ):
+        start(extra={"host_hugetlbfs": folder})
+
+
+def test_huge_pages_that_an_engine_set_aside_and_did_not_use_are_those_of_the_next(
+    start: StartEngine, shared_memory: Path, huge_pages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool has too few pages for both: the engine ended while its memory grew."""
+    settings: dict[str, Any] = {"extra": {"host_hugetlbfs": huge_pages}, "host_blocks": BLOCKS_OF_MOST_PAGES}
+    with monkeypatch.context() as patched:
+        patched.setattr("kvoffload.transfer.arena.Arena.is_growing", False)
+        start(**settings, drains=False)
+        start(path=shared_memory / "other")  # ends the engine before
+    assert start(**settings).offload.state.pool.capacity == BLOCKS_OF_MOST_PAGES
+
+
+def test_memory_of_stopped_engines_on_the_tmpfs_is_no_room_in_a_pool_of_huge_pages(
+    start: StartEngine, shared_memory: Path, huge_pages: Path
+) -> None:
+    for weights in ("others", "ours"):
+        start(extra={"weights_id": weights})
+    hog = os.open(huge_pages / "hog", os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(hog, 0, free_bytes(huge_pages))
+    os.close(hog)
+    with pytest.raises(ConfigError, match=r"the pool of .* has 0 B left"):
+        start(extra={"weights_id": "ours", "host_hugetlbfs": huge_pages})
+    assert len(list_kept(shared_memory)) == 2

@@ -329,6 +329,15 @@ def test_auto_decides_once_per_request() -> None:
     assert side.side.lookup(early, 0) == RELOAD
 
 
+def test_auto_loads_the_first_hit_after_a_pause_in_which_its_measurements_expired() -> None:
+    side = measured_side(25.0)
+    side.ended("a")
+    for pause_s, answer in ((50.0, 0), (61.0, RELOAD)):
+        side.clock.jump(pause_s)
+        assert side.side.lookup(side.seen("b"), 0) == answer
+        side.ended("b")
+
+
 def test_requests_that_wait_make_shorter_hits_worth_a_load() -> None:
     side = measured_side(2 * COMPUTING_S)
     alone = side.gauge("break_even_tokens")

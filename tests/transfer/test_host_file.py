@@ -5,12 +5,15 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvoffload.disk.identity import KVIdentity
 from kvoffload.model.errors import HostMemoryError
+from kvoffload.node.file_systems import free_bytes
 from kvoffload.node.folder import HostPlace
 from kvoffload.testing import FakeDevice
 from kvoffload.transfer import host_file
@@ -96,6 +99,30 @@ def test_a_full_tmpfs_is_an_error_and_does_not_end_the_process(
         with pytest.raises(HostMemoryError, match="has no room for 81920 more bytes"):
             file.take(16, SHAPE.chunk_bytes(16))
         file.close(may_still_write=False)
+
+
+def test_engines_that_fill_a_tmpfs_at_the_same_time_leave_what_is_less_than_a_chunk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of them ask for room before the first one takes any."""
+    size, populate = SHAPE.chunk_bytes(16), host_file._populate
+    with mounted("tmpfs", "size=400k") as root:
+        files = [opened(root, str(number), 16) for number in range(8)]
+        waiting = [*files]
+
+        def take_next(*args: Any) -> None:  # noqa: ANN401  # of the real function
+            if waiting:
+                with suppress(HostMemoryError):
+                    waiting.pop().take(0, size)
+            populate(*args)
+
+        monkeypatch.setattr(host_file, "_populate", take_next)
+        before = free_bytes(root)
+        with suppress(HostMemoryError):
+            waiting.pop().take(0, size)
+        assert free_bytes(root) == before % size
+        for file in files:
+            file.close(may_still_write=False)
 
 
 def test_a_system_that_cannot_populate_memory_at_once_touches_every_page(
