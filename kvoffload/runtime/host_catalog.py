@@ -4,7 +4,7 @@
         nothing in it counts ─▶ all slots are free
         else: identify the KV ─▶ the same as before ─▶ a new table with the old blocks, which the core adopts
     slots of the core changed ─▶ written to the table in the same hook, before a plan leaves it
-    reset, or a fault ─▶ the table is closed, and this process writes none any more
+    reset, or a fault ─▶ the table is closed: it has no blocks any more, and says only which slots copies may write
     reset ─▶ noted for all engines of this kind, because they may have copied blocks from before it
 
 The core gets slots only from here, as memory becomes ready: first all of them whose memory the ranks had prepared by
@@ -122,6 +122,7 @@ class HostCatalog:
         self._resets: int | None = None  # the descriptor that notes a reset; open while the folder is claimed
         self._reset_name = NO_RESET  # names the last reset before this process claimed the folder
         self._table: HostTable | None = None
+        self._closed_table: HostTable | None = None
         self._left: Left | None = None  # what the process before left, until it is known whose KV it is
         self._blocks = _Blocks.none()
         self._ready = 0  # how many slots the core has got so far
@@ -190,28 +191,33 @@ class HostCatalog:
 
     def send(self, changes: Sequence[SlotChange]) -> None:
         """Write changed slots to the table. A plan may leave the engine only after that."""
-        table = self._table
+        table, is_open = self._table or self._closed_table, self._table is not None
         if table is None:
             return
         now = self._monotonic()
         try:
             for slot, key, is_unwritten in reversed(changes):  # parents first
-                if key is not None:
-                    table.publish(slot, key, now)
-                elif is_unwritten:
-                    table.free(slot)
-                else:
+                if key is None and not is_unwritten:
                     table.invalidate(slot)
+                elif key is not None and is_open:
+                    table.publish(slot, key, now)
+                else:
+                    table.free(slot)
         except Exception as error:
             log.error("host_table_closed", reason=reason_of(error), note="the next process finds no blocks")
             self.distrust()
+            self._closed_table = None
 
     def distrust(self) -> None:
-        """Close the table for good: no later process may use what is in the slots."""
+        """Close the table for good: no later process may use what is in the slots.
+
+        Copies go on, and the next process must know which slots they may still write if this process is killed.
+        """
         self._is_trusted = False
         table, self._table = self._table, None
         if table is not None:
             table.close()
+            self._closed_table = table
 
     def reset(self) -> bool:
         """Close the table; return whether that is done. Weights in memory may differ from those that the identity names."""
@@ -380,10 +386,8 @@ class HostCatalog:
         # Adopted blocks must count from the start: this process may be killed before it calls `identify`.
         fingerprint = "" if left is None else left.header.fingerprint
         header = TableHeader(slots, files, fingerprint, reset=self._reset_name)
+        self._table = HostTable.create(self._claim.folder, header, self._blocks.left(header, self._unsettled))
         if self._is_trusted:
-            self._table = HostTable.create(
-                self._claim.folder, header, self._blocks.left(header, self._unsettled)
-            )
             self.on_open(self._claim.folder, slots)
         if not self._is_trusted:  # there was a reset meanwhile, on the engine's thread
             self.distrust()

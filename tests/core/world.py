@@ -412,12 +412,10 @@ class World:
         for slot, key, is_unwritten in self.core.state.pool.take_for_catalog():
             self.table.pop(slot, None)
             self.unsettled.discard(slot)
-            if self.is_table_closed:
-                continue
-            if key is not None:
-                self.table[slot] = key
-            elif not is_unwritten:
+            if key is None and not is_unwritten:
                 self.unsettled.add(slot)
+            elif key is not None and not self.is_table_closed:
+                self.table[slot] = key
 
     def close_table(self) -> None:
         self.is_table_closed = True
@@ -427,7 +425,7 @@ class World:
         """Check what the next engine would find if this one were killed now."""
         written = {slot for copy in self.copies.values() for slot in slots_written(copy.job)}
         assert not written & self.table.keys(), "the table names a slot that a copy writes"
-        if self.keeps and not self.is_table_closed:
+        if self.keeps:
             assert written <= self.unsettled, "the table does not say that a copy writes the slot"
         pool = self.core.state.pool
         for slot, key in self.table.items():

@@ -184,6 +184,22 @@ def test_r20_slots_under_copies_of_a_killed_engine_come_back_once_its_processes_
     made.assert_clean()
 
 
+@pytest.mark.parametrize("resets_at", ["once it stores", "before the blocks are adopted"])
+def test_r20_slots_under_copies_that_began_after_a_reset_stay_unused_too(
+    start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch, resets_at: str
+) -> None:
+    start().run(PROMPT)
+    made = start(drains=resets_at == "once it stores")
+    assert made.engine.reset_prefix_cache()
+    made.drain()
+    made.run(text(2, 5 * BLOCK))
+    left, written = killed_while_storing(made, shared_memory)
+    monkeypatch.setattr(host_catalog, "may_run", lambda process: True)
+    made = start(path=left)
+    assert kept_back(made) == written
+    assert indexed(made) == {}
+
+
 def test_r20_slots_under_copies_of_a_killed_engine_stay_unused_although_another_ranks_file_is_missing(
     start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
