@@ -372,6 +372,16 @@ def r20_table_before_doubt_counts() -> list[Patch]:
     return [(HostCatalog, "distrust", _nothing)]
 
 
+def r20_a_closed_table_says_no_more() -> list[Patch]:
+    real = HostCatalog.distrust
+
+    def distrust(self: HostCatalog) -> None:
+        real(self)
+        self._closed_table = None
+
+    return [(HostCatalog, "distrust", distrust)]
+
+
 def r21_no_second_look_at_the_number() -> list[Patch]:
     return [(TableFile, "have", lambda self, targets: [True] * len(targets))]
 
