@@ -119,6 +119,7 @@ def _of_dockerfile(text: str) -> Container:
     """
     parts: dict[str, tuple[str, ...]] = {}
     environ: dict[str, str] = {}
+    inherited: tuple[str, ...] | None = None
     stages: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, str]]] = {}
     for word, value in _INSTRUCTION.findall(_CONTINUED.sub(" ", _COMMENT.sub("", text))):
         name = word.upper()
@@ -126,11 +127,14 @@ def _of_dockerfile(text: str) -> Container:
             image, *alias = [one for one in value.split() if not one.startswith("--")] or [""]
             before = stages.get(image.lower(), ({"FROM": (image,)}, {}))
             parts, environ = {**before[0]}, {**before[1]}
+            inherited = parts.get("CMD")
             stages |= {one.lower(): (parts, environ) for one in alias[1:]}
         elif name == "ENV":
             environ |= _variables_of_instruction(value)
         else:
             parts[name] = tuple(split_script(value))
+            if name == "ENTRYPOINT" and parts.get("CMD") is inherited:
+                parts.pop("CMD", None)  # Docker drops the arguments of another command
     return Container(parts.get("ENTRYPOINT", ()), parts.get("CMD", ()), environ, *parts["FROM"])
 
 

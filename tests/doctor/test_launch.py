@@ -163,6 +163,7 @@ spec:
         "FROM img\nENV A b\nENTRYPOINT engine serve M --ranks 2\n",
         'from --platform=linux/amd64 img\nenv A b\ncmd ["M", \\\n  # on one node\n  "--ranks", "2"]\n',
         'FROM img AS base\nENV A=b\nCMD ["M", "--ranks", "2"]\nFROM x AS tools\nCMD y\nFROM base AS last\nRUN make\n',
+        'FROM img AS base\nENV A=b\nCMD --port 1\nFROM base\nENTRYPOINT ["engine", "serve", "M", "--ranks", "2"]\n',
     ],
 )
 def test_a_whole_file_of_containers_is_read_with_image_and_environment(text: str) -> None:
