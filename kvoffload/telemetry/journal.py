@@ -127,7 +127,9 @@ class Journal:
         wanted, young = self._ring.maxlen or 0, self._young
         for place in range(len(young) - 1, 0, -1):
             messages = young[place].messages
-            wanted -= len(messages) - _is_idle(messages[0])  # of idle steps in a row, the ring keeps one
+            wanted -= len(messages) - (
+                type(messages[0]) is StepScheduled
+            )  # of idle steps in a row, the ring keeps one
             if wanted <= 0:
                 return young[place:]
         return young
@@ -142,15 +144,12 @@ class Journal:
         ]
 
 
-def _is_idle(message: object) -> bool:
-    return type(message) is StepScheduled and message.is_idle
-
-
 def _extend(ring: deque[Entry], entries: Iterable[Entry]) -> None:
     """Append entries. Of consecutive idle steps, keep only the last, so that other entries stay in the ring longer."""
     was_idle = False
     for entry in [ring.pop(), *entries] if ring else entries:
-        is_idle = _is_idle(entry[2])
+        message = entry[2]
+        is_idle = type(message) is StepScheduled and message.is_idle
         if is_idle and was_idle:
             ring.pop()
         ring.append(entry)
