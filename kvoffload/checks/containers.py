@@ -126,7 +126,8 @@ def _of_dockerfile(text: str) -> Container:
         if name == "FROM":
             image, *alias = [one for one in value.split() if not one.startswith("--")] or [""]
             before = stages.get(image.lower(), ({"FROM": (image,)}, {}))
-            parts, environ = {**before[0]}, {**before[1]}
+            parts = {**before[0]}
+            environ = {**before[1]}
             inherited = parts.get("CMD")
             stages |= {one.lower(): (parts, environ) for one in alias[1:]}
         elif name == "ENV":

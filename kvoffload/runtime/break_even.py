@@ -38,7 +38,8 @@ class BusyShare:
 
     def update(self, now: float, token_s: float) -> None:
         """Add the tokens since the last update, each of which took `token_s` seconds."""
-        elapsed_s, self._updated_s = now - self._updated_s, now
+        elapsed_s = now - self._updated_s
+        self._updated_s = now
         if elapsed_s > 0:
             share = min(self.tokens * token_s / elapsed_s, _LARGEST_SHARE)
             self._share += (share - self._share) * min(elapsed_s / _SHARE_S, 1)

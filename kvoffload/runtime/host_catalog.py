@@ -127,9 +127,8 @@ class HostCatalog:
         self._blocks = _Blocks.none()
         self._ready = 0  # how many slots the core has got so far
         self._end = 0  # all slots from here on are free
-        self._unsettled: list[
-            SlotId
-        ] = []  # slots that the core has not got, because an old copy may write them
+        # Slots that the core has not got, because an old copy may write them.
+        self._unsettled: list[SlotId] = []
         self._looking: Future[None] | None = None
 
     # -- on the engine's thread ---------------------------------------------------------------------------------

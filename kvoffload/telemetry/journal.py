@@ -127,9 +127,8 @@ class Journal:
         wanted, young = self._ring.maxlen or 0, self._young
         for place in range(len(young) - 1, 0, -1):
             messages = young[place].messages
-            wanted -= len(messages) - (
-                type(messages[0]) is StepScheduled
-            )  # of idle steps in a row, the ring keeps one
+            # A step may be idle, and the ring keeps one of several idle steps in a row.
+            wanted -= len(messages) - (type(messages[0]) is StepScheduled)
             if wanted <= 0:
                 return young[place:]
         return young

@@ -396,9 +396,8 @@ def _move_last_chunk(descriptor: int, shape: RankShape, had: int, wanted: int) -
 
 def _write(descriptor: int, page: int, start: int, data: bytes | bytearray) -> None:
     """Write to pages of a file, which has them. A hugetlbfs accepts no write(2)."""
-    os.posix_fallocate(
-        descriptor, start, len(data)
-    )  # raises an error where a write to mapped memory would be fatal
+    # Where there is no room, this raises an error, and a write to mapped memory would end the process.
+    os.posix_fallocate(descriptor, start, len(data))
     with mmap.mmap(descriptor, -(-len(data) // page) * page, offset=start) as memory:
         memory[: len(data)] = data
 
