@@ -13,12 +13,14 @@ from kvoffload.model.errors import ConfigError
 from kvoffload.node.file_systems import (
     LARGER_POOL,
     LARGER_TMPFS,
+    LARGEST_PAGE,
     check_pages,
     check_tmpfs,
     free_bytes,
     room_text,
 )
 from kvoffload.node.folder import Kept, list_kept
+from kvoffload.transfer.arena import CHUNK_BYTES
 from kvoffload.transfer.host_memory import RESERVE, exceeded, memory_limits, preferred_node, read_file
 
 _SPARE = 10  # a tenth of the memory should stay free
@@ -78,7 +80,7 @@ def _kept(setup: Setup) -> list[Kept]:
 
 def _orphan_bytes(setup: Setup) -> int:
     """Return how many bytes stopped engines keep where the ranks' memory will be."""
-    return sum(each.beside(setup.config.host_hugetlbfs) for each in _kept(setup) if each.is_orphan)
+    return sum(each.size_with(setup.config.host_hugetlbfs) for each in _kept(setup) if each.is_orphan)
 
 
 def _host_path(setup: Setup) -> Finding | None:
@@ -107,7 +109,16 @@ def _host_path(setup: Setup) -> Finding | None:
     if needed > left + before:
         remedy = LARGER_TMPFS if pages is None else LARGER_POOL
         return fail(f"{size_text(needed)} do not fit: {text}", remedy)
+    if pages is not None and (most := needed + _unused_bytes(setup, needed)) > left + before:
+        whole = f"they need up to {size_text(most)}, because chunks end with a whole page"
+        return warn(f"{size_text(needed)} may not fit, {whole}: {text}", LARGER_POOL)
     return ok(f"{size_text(needed)} fit: {text}")
+
+
+def _unused_bytes(setup: Setup, needed: int) -> int:
+    """Return the most bytes that huge pages have beyond host memory: one a chunk, and a header's for each rank."""
+    copies = setup.sizes.engines * setup.copies
+    return LARGEST_PAGE * (needed // (CHUNK_BYTES - LARGEST_PAGE) + 2 * copies)
 
 
 def _tmpfs(folder: Path) -> str:

@@ -30,9 +30,11 @@ LARGER_TMPFS = (
 LARGER_POOL = "make it larger (sysctl vm.nr_hugepages=...), or lower host_bytes"
 """What to do if the memory does not fit."""
 
+LARGEST_PAGE = 2 * 2**20
+"""The bytes of a huge page. Of larger ones, each chunk would waste most."""
+
 _TMPFS, _HUGETLBFS = "tmpfs", "hugetlbfs"
 _RANDOM = re.compile(r"[0-9a-f]{32}")
-_LARGEST = 2 * 2**20  # bytes of a huge page; of larger ones, each chunk would waste most
 
 
 def file_system_of(path: Path) -> str | None:
@@ -85,9 +87,9 @@ def check_pages(folder: Path) -> None:
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError([f"host_hugetlbfs: {folder} is not a folder in which this user can make files"])
-    if page > _LARGEST:
+    if page > LARGEST_PAGE:
         problem = (
-            f"host_hugetlbfs: {folder} has pages of {size_text(page)}; they may have at most {size_text(_LARGEST)}: mount it "
+            f"host_hugetlbfs: {folder} has pages of {size_text(page)}; they may have at most {size_text(LARGEST_PAGE)}: mount it "
             "with pagesize=2M"
         )
         raise ConfigError([problem])
@@ -170,6 +172,7 @@ def place_memory_file(folder: OpenFolder, name: str, pages: Path | None) -> bool
         pages: the folder on a hugetlbfs; None for the engine's folder.
     """
     target = _target(folder, name)
+    pages = pages and pages.absolute()  # a link's relative path would begin in the engine's folder
     is_elsewhere = name in os.listdir(folder.descriptor) and pages != (target and target.parent)
     if is_elsewhere:
         remove_memory(folder, name)

@@ -257,7 +257,7 @@ class Kept:
         """Return how many bytes of memory its files take."""
         return self.on_tmpfs + self.in_pages
 
-    def beside(self, pages: Path | None) -> int:
+    def size_with(self, pages: Path | None) -> int:
         """Return how many bytes they take where an engine with this `host_hugetlbfs` has its ranks' memory."""
         return self.on_tmpfs if pages is None else self.in_pages
 
@@ -346,7 +346,7 @@ def make_room(place: HostPlace, is_needed: Callable[[], bool]) -> None:
         place: this engine's place, which it has claimed.
         is_needed: returns whether its memory does not fit.
     """
-    orphans = [kept for kept in list_kept(place.root) if kept.is_orphan and kept.beside(place.pages)]
+    orphans = [kept for kept in list_kept(place.root) if kept.is_orphan and kept.size_with(place.pages)]
     for kept in sorted(orphans, key=lambda kept: kept.path.parent.name == place.kind):
         if not is_needed():
             return

@@ -122,7 +122,6 @@ class HostCatalog:
         self._resets: int | None = None  # the descriptor that notes a reset; open while the folder is claimed
         self._reset_name = NO_RESET  # names the last reset before this process claimed the folder
         self._table: HostTable | None = None
-        self._closed_table: HostTable | None = None
         self._left: Left | None = None  # what the process before left, until it is known whose KV it is
         self._blocks = _Blocks.none()
         self._ready = 0  # how many slots the core has got so far
@@ -184,13 +183,13 @@ class HostCatalog:
         Readable from any thread.
         """
         claim, table = self._claim, self._table
-        if claim is None or table is None or not table.header.fingerprint:
+        if claim is None or table is None or not (self._is_trusted and table.header.fingerprint):
             return None
         return claim.folder.path, table.header
 
     def send(self, changes: Sequence[SlotChange]) -> None:
         """Write changed slots to the table. A plan may leave the engine only after that."""
-        table, is_open = self._table or self._closed_table, self._table is not None
+        table = self._table
         if table is None:
             return
         now = self._monotonic()
@@ -198,14 +197,14 @@ class HostCatalog:
             for slot, key, is_unwritten in reversed(changes):  # parents first
                 if key is None and not is_unwritten:
                     table.invalidate(slot)
-                elif key is not None and is_open:
+                elif key is not None and self._is_trusted:
                     table.publish(slot, key, now)
                 else:
                     table.free(slot)
         except Exception as error:
             log.error("host_table_closed", reason=reason_of(error), note="the next process finds no blocks")
             self.distrust()
-            self._closed_table = None
+            self._table = None
 
     def distrust(self) -> None:
         """Close the table for good: no later process may use what is in the slots.
@@ -213,10 +212,8 @@ class HostCatalog:
         Copies go on, and the next process must know which slots they may still write if this process is killed.
         """
         self._is_trusted = False
-        table, self._table = self._table, None
-        if table is not None:
-            table.close()
-            self._closed_table = table
+        if self._table is not None:
+            self._table.close()
 
     def reset(self) -> bool:
         """Close the table; return whether that is done. Weights in memory may differ from those that the identity names."""
@@ -385,7 +382,8 @@ class HostCatalog:
         # Adopted blocks must count from the start: this process may be killed before it calls `identify`.
         fingerprint = "" if left is None else left.header.fingerprint
         header = TableHeader(slots, files, fingerprint, reset=self._reset_name)
-        self._table = HostTable.create(self._claim.folder, header, self._blocks.left(header, self._unsettled))
+        blocks = self._blocks if self._is_trusted else _Blocks.none()
+        self._table = HostTable.create(self._claim.folder, header, blocks.left(header, self._unsettled))
         if self._is_trusted:
             self.on_open(self._claim.folder, slots)
         if not self._is_trusted:  # there was a reset meanwhile, on the engine's thread

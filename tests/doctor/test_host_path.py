@@ -92,6 +92,7 @@ def test_huge_pages_must_be_in_the_pool(shared_memory: Path, huge_pages: Path, t
     stopped(shared_memory, "on the tmpfs")
     for size, verdict, said in (
         (64 * MIB, "ok", "64.0 MiB fit: the pool of "),
+        (free_bytes(huge_pages), "warning", "may not fit, they need up to "),
         (free_bytes(huge_pages) + 1, "error", "do not fit"),
     ):
         found = ask(memory.CHECKS, "host path", setup(host_bytes=size, **known), machine(tmp_path))

@@ -377,7 +377,7 @@ def r20_a_closed_table_says_no_more() -> list[Patch]:
 
     def distrust(self: HostCatalog) -> None:
         real(self)
-        self._closed_table = None
+        self._table = None
 
     return [(HostCatalog, "distrust", distrust)]
 

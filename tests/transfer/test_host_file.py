@@ -86,6 +86,19 @@ def test_r20_slots_that_a_smaller_start_has_cut_off_are_not_kept_by_larger_ones(
     assert kept == [(12, old.id)] * 3
 
 
+def test_a_relative_folder_for_huge_pages_is_found_from_another_place(
+    shared_memory: Path, huge_pages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(huge_pages.parent)
+    old = opened(shared_memory, "old", 10, Path(huge_pages.name))
+    old.begin()
+    old.close(may_still_write=False)
+    monkeypatch.chdir("/")
+    new = opened(shared_memory, "new", 10, huge_pages)
+    assert (new.previous, len(os.listdir(huge_pages))) == (old.id, 1)
+    new.close(may_still_write=False)
+
+
 @pytest.mark.parametrize("seems_roomy", [False, True])
 def test_a_full_tmpfs_is_an_error_and_does_not_end_the_process(
     monkeypatch: pytest.MonkeyPatch, seems_roomy: bool
