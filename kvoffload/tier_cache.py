@@ -21,7 +21,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -59,7 +59,7 @@ from kvoffload.runtime.tier_kinds import (
 )
 from kvoffload.runtime.tiers_side import TiersSide
 from kvoffload.runtime.worker_side import with_tiers
-from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Labels, Series, read_all
+from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Labels, Metric, Series, read_all
 from kvoffload.telemetry.counters import Counters
 from kvoffload.telemetry.logging import AtMostEvery, LogObserver, log_removed
 from kvoffload.telemetry.provenance import info_labels
@@ -433,10 +433,14 @@ class TierCache:
             self._changes.clear()
             return changes
 
-    def gauges(self) -> Mapping[str, Series]:
+    def gauges(self, metrics: Iterable[Metric] = METRICS, /) -> Mapping[str, Series]:
         """Return the series of the metrics that apply to a `TierCache`, by name; only counters after `close`."""
-        metrics = [metric for metric in METRICS if not self._is_closed or metric.kind is Kind.COUNTER]
-        return read_all(self._books, self.counters.tiers, self._entrance.reader_failed, metrics)
+        readable = [
+            metric
+            for metric in metrics
+            if metric in METRICS and (not self._is_closed or metric.kind is Kind.COUNTER)
+        ]
+        return read_all(self._books, self.counters.tiers, self._entrance.reader_failed, readable)
 
     def close(self) -> None:
         """Close the tiers. Wait for the disk for at most `disk_drain_s`, and never for the remote tier."""

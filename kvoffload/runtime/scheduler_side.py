@@ -7,7 +7,7 @@ step return a result, so they call the core themselves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvoffload.bus.bus import Bus
 from kvoffload.bus.current_hook import CurrentHook, HasToken
@@ -32,7 +32,7 @@ from kvoffload.runtime.observation import Observation
 from kvoffload.runtime.portal import Portal
 from kvoffload.runtime.tier_kinds import Catalog, Places, Scheduler, catalogs_of, states_of
 from kvoffload.runtime.tiers_side import TiersSide
-from kvoffload.telemetry.catalogue import Hook, Labels, Series, read_all
+from kvoffload.telemetry.catalogue import CATALOGUE, Hook, Labels, Metric, Series, read_all
 from kvoffload.telemetry.counters import Counters
 from kvoffload.transfer.ports import Clocks
 
@@ -424,12 +424,12 @@ class SchedulerSide:
         """
         return self.faults.audit()
 
-    def gauges(self) -> Mapping[str, Series]:
+    def gauges(self, metrics: Iterable[Metric] = CATALOGUE, /) -> Mapping[str, Series]:
         """Return the series of each metric that has a reader, by name, without metrics whose reader raises.
 
         Any thread may call this method.
         """
-        return read_all(self, self.counters.tiers, self.observation.reader_failed)
+        return read_all(self, self.counters.tiers, self.observation.reader_failed, metrics)
 
     def close(self) -> None:
         """Stop the observers and close the lower tiers. Open jobs end when the workers close."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -208,13 +208,13 @@ class Counters:
             for one in series.values():
                 one.kept = []
 
-    def take_samples(self) -> dict[str, dict[Labels, list[float]]]:
-        """Return the samples since the last call, without empty series. Call this method on the engine's thread."""
+    def take_samples(self, metrics: Iterable[Metric] = CATALOGUE) -> dict[str, dict[Labels, list[float]]]:
+        """Return the metrics' samples since the last call, without empty series. Call this method on the engine's thread."""
         taken: dict[str, dict[Labels, list[float]]] = {}
-        for name, series in self._histograms.items():
-            for labels, one in series.items():
+        for metric in metrics:
+            for labels, one in self._histograms.get(metric.name, {}).items():
                 if one.kept:
-                    taken.setdefault(name, {})[labels], one.kept = one.kept, []
+                    taken.setdefault(metric.name, {})[labels], one.kept = one.kept, []
         return taken
 
     def snapshot(self) -> Snapshot:
@@ -309,23 +309,27 @@ class Source(Protocol):
     @property
     def counters(self) -> Counters: ...
 
-    def gauges(self) -> Mapping[str, Series]:
-        """Return the series of each metric that has a reader, by the metric's name.
+    def gauges(self, metrics: Iterable[Metric] = CATALOGUE, /) -> Mapping[str, Series]:
+        """Return the series of each of the metrics that has a reader, by the metric's name.
 
         A metric whose reader fails is left out. Any thread may call this method.
         """
 
 
 def all_series(
-    counts: Mapping[str, Series], gauges: Mapping[str, Series], samples: Mapping[str, Mapping[Labels, Any]]
+    counts: Mapping[str, Series],
+    gauges: Mapping[str, Series],
+    samples: Mapping[str, Mapping[Labels, Any]],
+    metrics: Iterable[Metric] = CATALOGUE,
 ) -> Iterator[tuple[Metric, Mapping[Labels, Any]]]:
-    """Yield every metric with its series.
+    """Yield the metrics with their series.
 
     Args:
         counts: the series of the counters that events increase, by metric name.
         gauges: the series of the metrics that have a reader, by metric name.
         samples: the series of the histograms, by metric name, with values of any type.
+        metrics: the metrics to yield.
     """
-    for metric in CATALOGUE:
+    for metric in metrics:
         counted = samples if metric.kind is Kind.HISTOGRAM else counts
         yield metric, (counted if metric.read is None else gauges).get(metric.name, {})

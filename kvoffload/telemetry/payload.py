@@ -9,26 +9,31 @@ values have types that msgpack supports.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvoffload.telemetry.catalogue import BY_NAME, Kind, Labels, Metric
+from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind, Labels, Metric
 from kvoffload.telemetry.counters import Source, all_series
 
 Payload = dict[str, dict[str, Any]]
 
 _COMMA = ","
 _MIB = 1 << 20
-# The minimum time between two messages of a busy engine. A message takes as much time as planning several copies, and
-# Prometheus scrapes less often than once a second.
+# The minimum time between two messages with the same metric of a busy engine. Prometheus scrapes less often than once a
+# second.
 _APART_S = 1.0
+# How many metrics a busy engine's message has at most. A message with all metrics takes longer than most hooks.
+_AT_ONCE = 10
 
 
 class Changes:
     """Creates the messages of one engine. Use this class on the engine's thread.
 
+    A message of an idle engine has all metrics. A busy engine sends them in several messages, one in each step, so that
+    no step takes the time that a message with all metrics takes. After the last of them it sends nothing for a second.
+
     An engine can have only one `Changes`, because `take` removes the samples from the counters. If nothing has changed,
-    `take` makes two comparisons; otherwise one comparison for each metric.
+    `take` makes two comparisons; otherwise one comparison for each metric in the message.
 
     Args:
         source: the scheduler side that has the metrics.
@@ -41,21 +46,41 @@ class Changes:
         self.next_s = now()
         """The time at which a busy engine may send its next message."""
         self._changes = -1
+        self._left: Sequence[Metric] = ()  # what a busy engine has yet to send before it pauses
         self._sent: dict[str, Mapping[Labels, Any]] = {}
         source.counters.keep_samples()
 
-    def take(self) -> Payload | None:
-        """Return the changes since the last call; None if nothing has changed. The first call returns all gauges.
+    def take(self, *, is_busy: bool = False) -> Payload | None:
+        """Return the changes since the last calls; None if nothing has changed. The first messages have all gauges.
 
         Because every step adds hook times, they count as a change only a second after the last message.
+
+        Args:
+            is_busy: whether the engine has requests or copies. If so, the message has only the next few metrics, and
+                the caller waits until `next_s`.
         """
         counters, now = self._source.counters, self.now()
+        if is_busy:
+            return self._take(self._next_metrics(now))
         if counters.changes == self._changes and now < self.next_s:
             return None
-        self._changes = counters.changes
+        self._changes, self._left = counters.changes, ()
         self.next_s = now + _APART_S
-        payload: Payload = {}
-        for metric, series in all_series(counters.counts, self._source.gauges(), counters.take_samples()):
+        return self._take(CATALOGUE)
+
+    def _next_metrics(self, now: float) -> Sequence[Metric]:
+        """Return the metrics of a busy engine's next message."""
+        if not self._left:
+            self._left = CATALOGUE
+            self._changes = -1  # so that the next message of an idle engine has all metrics
+        metrics, self._left = self._left[:_AT_ONCE], self._left[_AT_ONCE:]
+        self.next_s = now if self._left else now + _APART_S
+        return metrics
+
+    def _take(self, metrics: Sequence[Metric]) -> Payload | None:
+        counters, payload = self._source.counters, Payload()
+        read = self._source.gauges(metrics), counters.take_samples(metrics)
+        for metric, series in all_series(counters.counts, *read, metrics):
             if changed := series if metric.kind is Kind.HISTOGRAM else self._changed(metric, series):
                 payload[metric.name] = {_COMMA.join(labels): value for labels, value in changed.items()}
         return payload or None

@@ -250,15 +250,16 @@ class VllmScheduler:
     def get_kv_connector_stats(self) -> KVOffloadStats | None:
         """Return the changes of the metrics since the last call; None without changes.
 
-        While requests or copies exist, return None until a second has passed since the last changes.
+        While requests or copies exist, a step returns the changes of a few metrics, and each metric once a second.
         """
         changes = self._changes
-        if changes is None or (
-            changes.now() < changes.next_s and (self._tracked or self.has_pending_push_work())
-        ):
+        if changes is None:
+            return None
+        is_busy = bool(self._tracked) or self.has_pending_push_work()
+        if is_busy and changes.now() < changes.next_s:
             return None
         try:
-            taken = changes.take()
+            taken = changes.take(is_busy=is_busy)
         except Exception as error:
             self._changes = None
             self.offload.observation.removed("Changes", error)

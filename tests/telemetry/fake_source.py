@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from kvoffload.bus.bus import Bus
-from kvoffload.telemetry.catalogue import CATALOGUE, Series
+from kvoffload.telemetry.catalogue import CATALOGUE, Metric, Series
 from kvoffload.telemetry.counters import Counters
 
 
@@ -17,9 +17,9 @@ class FakeSource:
         self.bus, self.counters = Bus(), Counters()
         self.counters.subscribe(self.bus)
 
-    def gauges(self) -> dict[str, Series]:
+    def gauges(self, metrics: Iterable[Metric] = CATALOGUE, /) -> dict[str, Series]:
         return {
             metric.name: {**dict.fromkeys(metric.series, 0), **self.state.get(metric.name, {})}
-            for metric in CATALOGUE
+            for metric in metrics
             if metric.read is not None
         }

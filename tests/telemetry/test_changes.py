@@ -12,8 +12,9 @@ from kvoffload.model.events import BlocksOffered, Event, RankReported
 from kvoffload.model.ids import JobId, Rank
 from kvoffload.model.wire import Direction
 from kvoffload.telemetry import counters as counters_module
+from kvoffload.telemetry import payload as payload_module
 from kvoffload.telemetry.catalogue import BY_NAME, Hook, Kind, Series
-from kvoffload.telemetry.payload import Changes, Payload, split_labels
+from kvoffload.telemetry.payload import Changes, Payload, merge, split_labels
 from tests.telemetry.fake_source import FakeSource
 from tests.telemetry.streams import any_event
 
@@ -30,11 +31,11 @@ class Engine(FakeSource):
         self.changes = Changes(self, lambda: self.now_s)
         self.first = self.changes.take()
 
-    def step(self, *events: Event) -> Payload | None:
+    def step(self, *events: Event, is_busy: bool = False) -> Payload | None:
         for event in events:
             self.bus.publish(event)
         self.counters.hooks({Hook.STEP: 1e-5})
-        return self.changes.take()
+        return self.changes.take(is_busy=is_busy)
 
     def changed(self, *events: Event) -> Payload:
         change = self.step(*events)
@@ -108,7 +109,7 @@ def test_an_unreadable_gauge_is_sent_as_0_and_an_unreadable_counter_is_not_sent(
     engine.state = {"kvoffload_capacity_slots": {("host",): 2}, "kvoffload_bus_dropped_total": {("log",): 3}}
     engine.step(BlocksOffered(1))
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "gauges", lambda: {"kvoffload_degraded": {("handler_raised",): 1}})
+        patched.setattr(engine, "gauges", lambda _: {"kvoffload_degraded": {("handler_raised",): 1}})
         change = engine.changed(BlocksOffered(1))
     assert of(change, Kind.COUNTER) == {"kvoffload_offered_blocks_total": {"": 1}}
     assert of(change, Kind.GAUGE) == {
@@ -168,6 +169,57 @@ def test_changes_add_up_to_the_counters(steps: list[list[Event]]) -> None:
     snapshot = engine.counters.snapshot()
     assert counts == {key: number for key, number in flat(joined(snapshot.counts)) if number}
     assert samples == {key: one.samples for key, one in flat(joined(snapshot.distributions)) if one.samples}
+
+
+@given(st.lists(st.tuples(st.lists(any_event(), max_size=4), st.booleans(), st.booleans()), max_size=30))
+def test_messages_of_a_few_metrics_add_up_to_the_counters_and_gauges(
+    steps: list[tuple[list[Event], bool, bool]],
+) -> None:
+    engine = Engine()
+    total = engine.first or {}
+    for number, (events, is_busy, degraded) in enumerate(steps):
+        engine.state = {"kvoffload_degraded": {("invariant_broken",): int(degraded)}}
+        if not is_busy:
+            engine.now_s += 0.4 * (number % 3)
+        merge(total, engine.step(*events, is_busy=is_busy) or {})
+    engine.now_s += 1
+    merge(total, engine.changed())
+    snapshot = engine.counters.snapshot()
+    counts = {key: number for key, number in flat(of(total, Kind.COUNTER)) if number}
+    assert counts == {key: number for key, number in flat(joined(snapshot.counts)) if number}
+    assert total["kvoffload_degraded"]["invariant_broken"] == (steps[-1][2] if steps else 0)
+    assert total["kvoffload_slots"].keys() == {
+        ",".join(labels) for labels in BY_NAME["kvoffload_slots"].series
+    }
+
+
+def test_a_busy_engine_sends_each_metric_once_a_second_and_few_in_a_step() -> None:
+    engine = Engine()
+    for name, metric in BY_NAME.items():
+        if metric.kind is Kind.COUNTER and metric.read is None:
+            engine.counters.add(name, *metric.series[0])
+    sent = list[str]()
+    while engine.now_s >= engine.changes.next_s or not sent:
+        engine.now_s = max(engine.now_s, engine.changes.next_s)
+        message = engine.step(is_busy=True) or {}
+        assert len(message) <= payload_module._AT_ONCE
+        sent += message
+    counters = {
+        name for name, metric in BY_NAME.items() if metric.kind is Kind.COUNTER and metric.read is None
+    }
+    assert len(sent) == len(set(sent))
+    assert counters <= set(sent)
+    assert engine.changes.next_s == engine.now_s + 1
+
+
+def test_an_engine_that_becomes_idle_sends_all_metrics_at_once() -> None:
+    engine = Engine()
+    engine.now_s = 1.0
+    total = engine.step(BlocksOffered(1), is_busy=True) or {}
+    merge(total, engine.changed(BlocksOffered(1)))
+    assert of(total, Kind.COUNTER) == {"kvoffload_offered_blocks_total": {"": 2}}
+    assert of(total, Kind.HISTOGRAM) == {"kvoffload_hook_seconds": {"step": [1e-5] * 2}}
+    assert engine.step() is None
 
 
 def of(change: Payload, kind: Kind) -> Payload:
