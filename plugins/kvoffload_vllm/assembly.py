@@ -32,7 +32,7 @@ from kvoffload.telemetry.spans import check_exporter
 from kvoffload.transfer.host_memory import advise_host_bytes
 from kvoffload.transfer.sharing import ALONE, Sharing
 from kvoffload_vllm.doctor import RECOMPUTE, block_hashes, load_failures, recurrent_states
-from kvoffload_vllm.events import TierEvents, find_wire, publishes_events
+from kvoffload_vllm.events import TierEvents, Wire, find_wire, publishes_events
 from kvoffload_vllm.groups import VllmGroups, find_sharers, vllm_groups
 from kvoffload_vllm.kept_notes import DiskNotes, KeptNotes
 from kvoffload_vllm.kv_identity import Identification, engine_life, engine_name, find_identity, find_problems
@@ -88,19 +88,7 @@ def start_scheduler(
         log_warnings(examine([check], Setup(config=config)))
     tier_events = None
     if publishes_events(vllm_config):
-        state = offload.core.state
-        # Other engines of this machine announce their own blocks.
-        own = [tier for tier in state.tiers if tier is not state.node]
-        indexes = {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in own}}
-        tier_events = TierEvents(
-            groups,
-            indexes,
-            find_wire(kv_cache_config),
-            device,
-            offload.observation.removed,
-            _kept_notes(offload, groups),
-            lambda tier: offload.catalogs[tier].is_restoring or (tier is Tier.HOST and bool(state.growing)),
-        )
+        tier_events = _tier_events(offload, device, groups, find_wire(kv_cache_config))
     VllmScheduler.__init__(
         scheduler,
         offload,
@@ -113,6 +101,22 @@ def start_scheduler(
         identification,
     )
     offload.bus.count(StorePolicyMoved, lambda event: scheduler.set_report_every(_report_every(event.policy)))
+
+
+def _tier_events(offload: SchedulerSide, device: VllmDevice, groups: VllmGroups, wire: Wire) -> TierEvents:
+    """Return what announces the tiers' blocks in vLLM's KV events."""
+    state = offload.core.state
+    # Other engines of this machine announce their own blocks.
+    own = [tier for tier in state.tiers if tier is not state.node]
+    return TierEvents(
+        groups,
+        {Tier.HOST: state.pool.index, **{tier.tier: tier.pool.index for tier in own}},
+        wire,
+        device,
+        offload.observation.removed,
+        _kept_notes(offload, groups),
+        lambda tier: offload.catalogs[tier].is_restoring or (tier is Tier.HOST and bool(state.growing)),
+    )
 
 
 def _report_every(policy: str) -> int:
