@@ -37,7 +37,10 @@ def measure_engines(args: argparse.Namespace) -> Iterator[Line]:
 
 async def _first_tokens(folder: Path, url: str, args: argparse.Namespace) -> list[Line]:
     tokens = 1280 if args.model == "small" else 512
-    options = DemoOptions(turns=1, first_tokens=tokens, answer_tokens=4, model=args.model)
+    device_blocks = 8 * tokens // _BLOCK  # stores of a whole prompt may lease a quarter of them at once
+    options = DemoOptions(
+        turns=1, first_tokens=tokens, answer_tokens=4, model=args.model, device_blocks=device_blocks
+    )
     prompts = draw_prompts(args.prompts, tokens)
     blocks = args.prompts * (tokens // _BLOCK - 1)
     node = {**_MEMORY, "host_path": folder}
