@@ -1,4 +1,4 @@
-"""The colour of every series, by the series' legend. All dashboards use the same colours.
+"""The colour of every series, by the series' legend. All dashboards and the report's figures use the same colours.
 
 Green: found or loaded. Blue: stored. Grey: harmless. Yellow and orange: not enough space. Red: failed. Purple: the
 result of an operator's or a request's choice, such as a reset.
@@ -6,11 +6,14 @@ result of an operator's or a request's choice, such as a reset.
 
 from __future__ import annotations
 
+from kvoffload.cli.figures import COLOURS as FIGURES
+
 GREEN, RED, ORANGE, YELLOW, BLUE, GREY = "#5aa64b", "#d44a3a", "#e8862e", "#e5c33b", "#4a86d0", "#9a9a9a"
 
 COLOURS: dict[str, str] = {
+    **FIGURES,
     # lookups, and the sources of tokens
-    "hit": GREEN, "miss": GREY, "opted_out": "#c9a0dc", "host": GREEN, "node": "#3fa07a", "disk": "#2f8f8f", "remote": "#1f6f8f", "device": BLUE, "nothing": GREY, "computed": "#b8b8b8", "host, as vLLM counts": "#8fce7f",
+    "hit": GREEN, "computed": "#b8b8b8", "host, as vLLM counts": "#8fce7f",
     # causes of misses
     "never_seen": "#b8b8b8", "no_state": "#c4a24a", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "lookahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
@@ -32,12 +35,12 @@ COLOURS: dict[str, str] = {
     # store policies
     "eager": BLUE, "twice": GREEN, "lazy": YELLOW,
     # directions and jobs
-    "store": BLUE, "load": GREEN, "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
+    "store planned": "#c9d9ee", "store submitted": BLUE, "store abandoned": "#b02a2a",
     "load planned": "#cfe6c8", "load submitted": GREEN, "load abandoned": "#e2685a",
     "room for stores": BLUE,
     "store p50": "#7fb3ea", "store p99": BLUE, "load p50": "#8fce7f", "load p99": GREEN,
     # the host's slots
-    "empty": "#e4e4e4", "filling": "#7fb3ea", "ready": BLUE, "pinned": GREEN, "draining": "#a06bc9",
+    "empty": "#e4e4e4", "pinned": GREEN, "draining": "#a06bc9",
     "quarantined": RED, "capacity": "#333333", "space": ORANGE, "spill_behind": "#c4601a", "reset": "#a06bc9",
     "leave early": "#a06bc9", "age p10": ORANGE, "age p50": YELLOW, "rewritten": BLUE,
     # bytes of host memory

@@ -30,7 +30,7 @@ COLOURS: dict[str, str] = {
     # directions of copies
     "load": "#5aa64b", "store": "#4a86d0",
 }  # fmt: skip
-"""The dashboards' colours; a test checks that both use the same."""
+"""The dashboards use these colours, too."""
 
 _SAMPLED = (events.LookupAnswered, events.FirstTokenReached, events.RankReported)
 _ENDS_FILLING = (StoreOutcome.STORED, StoreOutcome.FAILED, StoreOutcome.ABANDONED, StoreOutcome.CANCELLED)

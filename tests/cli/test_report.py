@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dashboards.generate.colours import COLOURS as DASHBOARDS
 from kvoffload.cli.exits import Exit
-from kvoffload.cli.figures import COLOURS, add_up
+from kvoffload.cli.figures import add_up
 from kvoffload.cli.journal_lines import Lines
 from kvoffload.cli.main import main
 from kvoffload.cli.report import render
@@ -145,10 +144,6 @@ def test_text_from_a_journal_is_escaped_in_the_page(tmp_path: Path) -> None:
     page = render(add_up(lines), lines)
     assert "<script" not in page
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;&quot;&#x27;&amp;") == 5
-
-
-def test_the_page_uses_the_dashboards_colours() -> None:
-    assert {key: DASHBOARDS[key] for key in COLOURS} == COLOURS
 
 
 def test_without_matplotlib_one_line_names_the_extra(
