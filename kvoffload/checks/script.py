@@ -12,16 +12,19 @@ from kvoffload.model.errors import ConfigError
 
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
 _COMMENT = re.compile(rf"({_QUOTED})|(?:^|(?<=\s))#[^\n]*", re.DOTALL | re.MULTILINE)
-_ARRAY = re.compile(rf"^[ \t]*(\w+)=\(((?:{_QUOTED}|[^)'\"\\])*)\)", re.DOTALL | re.MULTILINE)
-_CONTINUED = re.compile(r"(?:\\|(?<=\s)[`^])[ \t\r]*\n|\n(?=\s*-)")
-"""A line's end that does not end a command, also in PowerShell and in Windows' shell. No command begins with "-", so a line that does
-continues the one before it."""
+_ARRAY = re.compile(rf"^[ \t]*(\w+)=\(((?:{_QUOTED}|[^)'\"\\])*)(\))?", re.DOTALL | re.MULTILINE)
+"""The start of an array, its items, and the bracket that closes it. One that is not closed matches too: otherwise each such line would
+be compared with the whole rest of the text."""
+_ALL_ITEMS = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
+_LINE_ENDS = re.compile(r"(?:\\|(?<=\s)[`^])[ \t\r]*\n|(\n\s*)(-)?")
+"""The ends of lines. The first kind, also of PowerShell and of Windows' shell, does not end a command. All blank lines are one match:
+otherwise each of them would be compared with all that follow."""
 _NUMBERED = re.compile(r"(?<=\s)\d(?=>)")
 """The number of a redirection, as in `2>&1`."""
 _INSTRUCTION = re.compile(r"\s*(?:CMD|ENTRYPOINT)\s+")
 """What stands before a command in a line of a Dockerfile."""
-_UNIT_COMMAND = re.compile(r"^\s*ExecStart=[-@:+!|]*", re.MULTILINE)
-_UNIT_VARIABLES = re.compile(r"^\s*Environment=", re.MULTILINE)
+_UNIT_COMMAND = re.compile(r"^[^\S\n]*ExecStart=[-@:+!|]*", re.MULTILINE)
+_UNIT_VARIABLES = re.compile(r"^[^\S\n]*Environment=", re.MULTILINE)
 _LIST_LIKE = re.compile(r"\s*(?:#[^\n]*\n\s*)*(?:\[|- )")
 
 
@@ -66,10 +69,11 @@ def text_of(value: object) -> str:
 
 def _split(text: str) -> list[str]:
     text = _COMMENT.sub(lambda found: found[1] or "", text)
-    for name, items in _ARRAY.findall(text):
-        value = items.replace("\n", " ").replace("\\", r"\\")  # a backslash stands for itself
-        text = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', value, text)
-    text = _NUMBERED.sub("", _CONTINUED.sub(" ", text)).strip()
+    arrays = {
+        name: items.replace("\n", " ") for name, items, closed in reversed(_ARRAY.findall(text)) if closed
+    }
+    text = _ALL_ITEMS.sub(lambda found: arrays.get(found[1], found[0]), text)
+    text = _NUMBERED.sub("", _LINE_ENDS.sub(_joined, text)).strip()
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";<>|&\n")
     lexer.whitespace = " \t\r"
     lexer.whitespace_split = True
@@ -78,3 +82,10 @@ def _split(text: str) -> list[str]:
         return list(lexer)
     except ValueError as error:
         raise ConfigError([f"{text[:80]!r} cannot be split into words: {error}"]) from error
+
+
+def _joined(found: re.Match[str]) -> str:
+    """Return what replaces a line's end. No command begins with "-", so a line that does continues the one before it."""
+    if found[1] is None:
+        return " "
+    return found[0].replace("\n", " ") if found[2] else found[0]

@@ -126,6 +126,27 @@ def test_scripts_and_container_files_are_read(text: str, monkeypatch: pytest.Mon
     assert list(find([text]).arguments) == REST
 
 
+MANY = 1_000_000
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("\n" * MANY, id="blank lines"),
+        pytest.param("x\n" + "\n " * MANY, id="blank lines after a command"),
+        pytest.param("A=(\n" * (MANY // 10), id="arrays that are not closed"),
+        pytest.param(
+            "".join(f'A{n}=("${{A{n - 1}[@]}}" "${{A{n - 1}[@]}}")\n' for n in range(99, 0, -1))
+            + '"${A99[@]}"',
+            id="arrays of arrays",
+        ),
+    ],
+)
+def test_a_script_is_read_in_time_proportional_to_its_length(before: str) -> None:
+    """With time that grows with the square of the length, each case would take minutes or more."""
+    assert list(find([f"{before}\nengine serve M --ranks 2"]).arguments) == REST
+
+
 POD = """
 apiVersion: v1
 kind: Service
