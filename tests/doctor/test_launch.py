@@ -275,6 +275,7 @@ def test_variables_are_replaced_if_their_value_is_known(monkeypatch: pytest.Monk
         ["a: &0 [x]\n" + "".join(f"b{n}: &{n} [*{n - 1}, *{n - 1}]\n" for n in range(1, 99)) + "args: [*98]"],
         ["args: !!int ''"],
         ["args: !!bool what"],
+        ["args: \x00"],
         ["{" + '"a": {' * 300 + "}" * 301],
         ["[1, 2"],
         ["engine\x0bserve"],
@@ -285,6 +286,40 @@ def test_a_line_that_does_not_start_the_engine_is_one_problem(words: list[str]) 
     with pytest.raises(ConfigError) as raised:
         find(words)
     assert len(raised.value.problems) == 1
+
+
+def doubled(line: str) -> str:
+    """Return YAML in which each of 99 anchors has the one before it twice."""
+    return "a0: &0 {x: y}\n" + "".join(line.format(new=n, old=n - 1) for n in range(1, 100))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(doubled("a{new}: &{new} {{<<: [*{old}, *{old}]}}\n"), id="merge keys"),
+        pytest.param(doubled("a{new}: &{new} {{<<: *{old}, b: *{old}}}\n"), id="a merge key and an alias"),
+        pytest.param(doubled("a{new}: &{new} [*{old}, *{old}]\n"), id="aliases"),
+        pytest.param(f"a: &0 {'x' * 50_000}\nb: [{', '.join(['*0'] * 10_000)}]\n", id="a long text"),
+        pytest.param("a: &0 {b: *0}\n", id="a value that has itself as a part"),
+        pytest.param("a: &0 {<<: *0}\n", id="a mapping merged into itself"),
+    ],
+)
+@pytest.mark.parametrize("start", ["image: img\nargs: [M]\n{}", "# ours\n---\nkind: x\n---\n{}"])
+def test_yaml_whose_aliases_repeat_too_much_is_one_problem(text: str, start: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        find([start.format(text)])
+    (problem,) = raised.value.problems
+    assert "with its aliases written out, it may have 1,048,576 characters" in problem
+
+
+def test_anchors_and_merge_keys_of_compose_files_are_read() -> None:
+    text = (
+        "x-all: &all {image: img, environment: &more {A: b}}\nx-ranks: &ranks --ranks 2\n"
+        "services:\n  engine:\n    <<: [*all]\n    environment: {<<: *more, C: *ranks}\n    command: M --ranks 2\n"
+    )
+    found = find([text])
+    assert (list(found.arguments), found.image) == (REST, "img")
+    assert found.environ == {"A": "b", "C": "--ranks 2"}
 
 
 PARTS = [
