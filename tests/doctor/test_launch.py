@@ -204,6 +204,36 @@ def test_a_pods_variable_can_come_from_a_config_map_in_the_same_text() -> None:
         assert find([text.replace("absent", "[absent]")]).arguments == ("M", "--id=$(OTHER)")
 
 
+SERVICE = """
+kind: LLMInferenceService
+spec:
+  model: {uri: "hf://org/m", name: m}
+  router: {scheduler: {template: {containers: [{name: main, args: [--pool, x]}]}}}
+  parallelism: {tensor: 2}
+  template:
+    containers:
+      - {name: side, env: [{name: A, value: c}]}
+      - name: main
+        image: img
+        env: [{name: A, value: b}, {name: VLLM_ADDITIONAL_ARGS, value: "--x '{\\"y\\": 1}'"}]
+"""
+
+
+def test_kserves_own_script_gives_an_inference_service_its_arguments() -> None:
+    wanted = ["/mnt/models", "--tensor-parallel-size", "2", "--x", '{"y": 1}']
+    side = "  worker: {containers: [{name: main, image: img}]}\n"
+    for text in (SERVICE, SERVICE + side, SERVICE + "  prefill: {template: {containers: main}}\n"):
+        found = find([text])
+        assert (list(found.arguments), found.image, found.environ["A"]) == (wanted, "img", "b")
+    assert list(find([f"{SERVICE}        args: [--z]\n"]).arguments) == [*wanted, "--z"]
+    assert list(find([f"{SERVICE}        command: [engine, serve, M]\n"]).arguments) == ["M"]
+    with_runtime = SERVICE.replace("  model:", "  runtime: another\n  model:")
+    assert list(find([with_runtime]).arguments) == ["--pool", "x"]
+    prefill = "  prefill: {template: {containers: [{name: main, image: other}]}}\n"
+    with pytest.raises(ConfigError, match=r"each of 2 containers could be the engine's \(img, other\)"):
+        find([SERVICE + prefill])
+
+
 def test_a_unit_of_systemd_sets_variables() -> None:
     found = find(['[Service]\nEnvironment="A=b c" D=e\nExecStart=engine serve M\n'])
     assert {"A": "b c", "D": "e"}.items() <= found.environ.items()
