@@ -13,6 +13,8 @@ from contextlib import ExitStack
 from dashboards.observe.checks import Finding, check_panels, check_rules, firing, wait_for_scrape
 from dashboards.observe.demo import run_demo
 from dashboards.observe.prometheus import ObserveError, run_prometheus
+from kvoffload.cli import signals
+from kvoffload.cli.exits import Exit
 from kvoffload.remote.local import free_port
 
 _SCRAPES = 5
@@ -31,11 +33,14 @@ def main() -> int:
     args = parser.parse_args()
     if args.no_demo and not args.targets:
         parser.error("without the demo, name an engine")
+    signals.handle()  # SIGTERM, too, is an exception, so that `with` blocks end their children
     try:
         findings = observe(args.targets, with_demo=not args.no_demo)
     except ObserveError as error:
         print(f"observe: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # all children have ended
+        return signals.exit_code() or Exit.INTERRUPTED
     return report(findings)
 
 

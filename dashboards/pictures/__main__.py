@@ -12,6 +12,8 @@ from dashboards.generate.boards import BOARDS
 from dashboards.observe.prometheus import ObserveError
 from dashboards.pictures.boards import SERVE_S, shown, take_boards, take_vllm_boards
 from kvoffload.checks.options import seconds
+from kvoffload.cli import signals
+from kvoffload.cli.exits import Exit
 
 FOLDER = Path(__file__).parent
 SHOWN = ("overview",)
@@ -34,6 +36,7 @@ def main() -> int:
     if browser is None:
         print(f"needs {BROWSER}: `make tools` installs it", file=sys.stderr)
         return 2
+    signals.handle()  # SIGTERM, too, is an exception, so that `with` blocks end their children
     try:
         if args.names:
             taken = take_boards(args.names, FOLDER, browser)
@@ -43,6 +46,8 @@ def main() -> int:
     except ObserveError as error:
         print(f"pictures: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # all children have ended
+        return signals.exit_code() or Exit.INTERRUPTED
     for path in taken:
         print(f"{path.name}: {path.stat().st_size:,} bytes", file=sys.stderr)
     return 0

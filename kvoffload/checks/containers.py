@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvoffload.checks.script import read_documents, split_script, text_of
@@ -47,14 +47,41 @@ def read_containers(text: str) -> list[Container]:
         return []
     documents = read_documents(text)
     maps = dict(_config_maps(documents))
-    return [_of_mapping(one, maps) for one in _mappings(documents)]
+    return [*_of_kserve(documents, maps)] or [_of_mapping(one, maps) for one in _mappings(documents)]
+
+
+def _of_kserve(documents: list[Any], maps: Mapping[str, object]) -> Iterator[Container]:
+    """Yield the vLLMs that KServe's own script starts for LLMInferenceServices: those without a command in the text."""
+    for one in documents:
+        spec = _at(one, "spec")
+        if _at(one, "kind") != "LLMInferenceService" or _at(spec, "runtime"):  # another runtime than vLLM
+            continue
+        for workload in (spec, _at(spec, "prefill")):
+            containers = _at(workload, "template", "containers")
+            for main in containers if isinstance(containers, list) else ():
+                if isinstance(main, dict) and main.get("name") == "main" and not main.get("command"):
+                    yield _with_script(_of_mapping(main, maps), _at(workload, "parallelism", "tensor"))
+
+
+def _with_script(main: Container, ranks: object) -> Container:
+    """Return a container with the arguments that KServe's script puts before those in the text."""
+    parallel = ("--tensor-parallel-size", text_of(ranks)) if ranks else ()
+    more = split_script(main.environ.get("VLLM_ADDITIONAL_ARGS", ""))
+    return replace(main, arguments=("/mnt/models", *parallel, *more, *main.arguments))
+
+
+def _at(value: object, *keys: str) -> object:
+    """Return the value at the end of a path through mappings; None if there is none."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 def _config_maps(documents: list[Any]) -> Iterator[tuple[str, object]]:
     """Yield the name and the data of each ConfigMap."""
     for one in documents:
-        if isinstance(one, dict) and one.get("kind") == "ConfigMap" and isinstance(one.get("metadata"), dict):
-            yield text_of(one["metadata"].get("name")), one.get("data")
+        if _at(one, "kind") == "ConfigMap":
+            yield text_of(_at(one, "metadata", "name")), _at(one, "data")
 
 
 def _mappings(documents: list[Any]) -> Iterator[dict[str, Any]]:
@@ -104,12 +131,10 @@ def _variables(value: object, maps: Mapping[str, object]) -> dict[str, str]:
 
 def _value(variable: dict[str, Any], maps: Mapping[str, object]) -> object:
     """Return the value of a pod's variable, which may be in a ConfigMap; None if the text does not have it."""
-    source = variable.get("valueFrom")
-    reference = source.get("configMapKeyRef") if isinstance(source, dict) else None
+    reference = _at(variable, "valueFrom", "configMapKeyRef")
     if not isinstance(reference, dict):
         return variable.get("value")
-    data = maps.get(text_of(reference.get("name")))
-    return data.get(text_of(reference.get("key"))) if isinstance(data, dict) else None
+    return _at(maps.get(text_of(reference.get("name"))), text_of(reference.get("key")))
 
 
 def _of_dockerfile(text: str) -> Container:

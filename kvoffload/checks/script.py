@@ -6,22 +6,30 @@ import json
 import re
 import reprlib
 import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvoffload.model.errors import ConfigError
 
+if TYPE_CHECKING:
+    import yaml
+
 _QUOTED = r"""'[^']*'|"(?:\\.|[^"\\])*"|\\."""
 _COMMENT = re.compile(rf"({_QUOTED})|(?:^|(?<=\s))#[^\n]*", re.DOTALL | re.MULTILINE)
-_ARRAY = re.compile(rf"^[ \t]*(\w+)=\(((?:{_QUOTED}|[^)'\"\\])*)\)", re.DOTALL | re.MULTILINE)
-_CONTINUED = re.compile(r"(?:\\|(?<=\s)[`^])[ \t\r]*\n|\n(?=\s*-)")
-"""A line's end that does not end a command, also in PowerShell and in Windows' shell. No command begins with "-", so a line that does
-continues the one before it."""
+_ARRAY = re.compile(rf"^[ \t]*(\w+)=\(((?:{_QUOTED}|[^)'\"\\])*)(\))?", re.DOTALL | re.MULTILINE)
+"""The start of an array, its items, and the bracket that closes it. One that is not closed matches too: otherwise each such line would
+be compared with the whole rest of the text."""
+_ALL_ITEMS = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
+_LINE_ENDS = re.compile(r"(?:\\|(?<=\s)[`^])[ \t\r]*\n|(\n\s*)(-)?")
+"""The ends of lines. The first kind, also of PowerShell and of Windows' shell, does not end a command. All blank lines are one match:
+otherwise each of them would be compared with all that follow."""
 _NUMBERED = re.compile(r"(?<=\s)\d(?=>)")
 """The number of a redirection, as in `2>&1`."""
 _INSTRUCTION = re.compile(r"\s*(?:CMD|ENTRYPOINT)\s+")
 """What stands before a command in a line of a Dockerfile."""
-_UNIT_COMMAND = re.compile(r"^\s*ExecStart=[-@:+!|]*", re.MULTILINE)
-_UNIT_VARIABLES = re.compile(r"^\s*Environment=", re.MULTILINE)
+_UNIT_COMMAND = re.compile(r"^[^\S\n]*ExecStart=[-@:+!|]*", re.MULTILINE)
+_UNIT_VARIABLES = re.compile(r"^[^\S\n]*Environment=", re.MULTILINE)
+_LARGEST = 1 << 20
+"""How many characters a YAML text may have whose aliases are written out. Manifests have a few thousand."""
 _LIST_LIKE = re.compile(r"\s*(?:#[^\n]*\n\s*)*(?:\[|- )")
 
 
@@ -43,7 +51,7 @@ def read_documents(text: str) -> list[Any]:
     """Return the documents of a JSON or YAML text; none if it is neither.
 
     Raises:
-        ConfigError: PyYAML is not installed.
+        ConfigError: PyYAML is not installed, or the aliases of a YAML text repeat too much.
     """
     try:
         return [json.loads(text)]
@@ -53,10 +61,42 @@ def read_documents(text: str) -> list[Any]:
         import yaml
     except ImportError as error:  # kvoffload does not require PyYAML; every vLLM brings it
         raise ConfigError([f"{text[:80]!r} is read as YAML, which needs: pip install pyyaml"]) from error
+    found: list[Any] = []
     try:
-        return list(yaml.safe_load_all(text))
+        loader = yaml.SafeLoader(text)
+        while loader.check_node():
+            node = loader.get_node()
+            if _length(node, {}) > _LARGEST:
+                raise ConfigError(
+                    [
+                        f"{text[:80]!r} is too long: with its aliases written out, it may have {_LARGEST:,} characters"
+                    ]
+                )
+            found.append(loader.construct_document(node))
+    except ConfigError:
+        raise
     except Exception:  # PyYAML raises errors of many kinds, such as IndexError for `!!int ""`.
         return []
+    return found
+
+
+def _length(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return about how many characters a YAML node has if each of its aliases is written out.
+
+    The result is too large for a node that has itself as a part. PyYAML writes out the aliases of merge keys, so a text of
+    a few lines could need all memory.
+
+    Args:
+        node: a node as PyYAML composes it, with one object for all aliases of an anchor.
+        known: the lengths of the nodes seen before, by identity.
+    """
+    if isinstance(node.value, str):
+        return len(node.value) + 1
+    if id(node) not in known:
+        known[id(node)] = _LARGEST + 1  # until the length of all parts is known
+        parts = [one for part in node.value for one in (part if isinstance(part, tuple) else (part,))]
+        known[id(node)] = min(1 + sum(_length(part, known) for part in parts), _LARGEST + 1)
+    return known[id(node)]
 
 
 def text_of(value: object) -> str:
@@ -66,10 +106,11 @@ def text_of(value: object) -> str:
 
 def _split(text: str) -> list[str]:
     text = _COMMENT.sub(lambda found: found[1] or "", text)
-    for name, items in _ARRAY.findall(text):
-        value = items.replace("\n", " ").replace("\\", r"\\")  # a backslash stands for itself
-        text = re.sub(rf'"?\$\{{{name}\[[@*]\]\}}"?', value, text)
-    text = _NUMBERED.sub("", _CONTINUED.sub(" ", text)).strip()
+    arrays = {
+        name: items.replace("\n", " ") for name, items, closed in reversed(_ARRAY.findall(text)) if closed
+    }
+    text = _ALL_ITEMS.sub(lambda found: arrays.get(found[1], found[0]), text)
+    text = _NUMBERED.sub("", _LINE_ENDS.sub(_joined, text)).strip()
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";<>|&\n")
     lexer.whitespace = " \t\r"
     lexer.whitespace_split = True
@@ -78,3 +119,10 @@ def _split(text: str) -> list[str]:
         return list(lexer)
     except ValueError as error:
         raise ConfigError([f"{text[:80]!r} cannot be split into words: {error}"]) from error
+
+
+def _joined(found: re.Match[str]) -> str:
+    """Return what replaces a line's end. No command begins with "-", so a line that does continues the one before it."""
+    if found[1] is None:
+        return " "
+    return found[0].replace("\n", " ") if found[2] else found[0]

@@ -126,6 +126,27 @@ def test_scripts_and_container_files_are_read(text: str, monkeypatch: pytest.Mon
     assert list(find([text]).arguments) == REST
 
 
+MANY = 1_000_000
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        pytest.param("\n" * MANY, id="blank lines"),
+        pytest.param("x\n" + "\n " * MANY, id="blank lines after a command"),
+        pytest.param("A=(\n" * (MANY // 10), id="arrays that are not closed"),
+        pytest.param(
+            "".join(f'A{n}=("${{A{n - 1}[@]}}" "${{A{n - 1}[@]}}")\n' for n in range(99, 0, -1))
+            + '"${A99[@]}"',
+            id="arrays of arrays",
+        ),
+    ],
+)
+def test_a_script_is_read_in_time_proportional_to_its_length(before: str) -> None:
+    """With time that grows with the square of the length, each case would take minutes or more."""
+    assert list(find([f"{before}\nengine serve M --ranks 2"]).arguments) == REST
+
+
 POD = """
 apiVersion: v1
 kind: Service
@@ -181,6 +202,36 @@ def test_a_pods_variable_can_come_from_a_config_map_in_the_same_text() -> None:
     for text in (f"{pod}---\n{settings}", f"{settings}---\n{pod}"):
         assert find([text]).arguments == ("M", "--id=$(OTHER)")
         assert find([text.replace("absent", "[absent]")]).arguments == ("M", "--id=$(OTHER)")
+
+
+SERVICE = """
+kind: LLMInferenceService
+spec:
+  model: {uri: "hf://org/m", name: m}
+  router: {scheduler: {template: {containers: [{name: main, args: [--pool, x]}]}}}
+  parallelism: {tensor: 2}
+  template:
+    containers:
+      - {name: side, env: [{name: A, value: c}]}
+      - name: main
+        image: img
+        env: [{name: A, value: b}, {name: VLLM_ADDITIONAL_ARGS, value: "--x '{\\"y\\": 1}'"}]
+"""
+
+
+def test_kserves_own_script_gives_an_inference_service_its_arguments() -> None:
+    wanted = ["/mnt/models", "--tensor-parallel-size", "2", "--x", '{"y": 1}']
+    side = "  worker: {containers: [{name: main, image: img}]}\n"
+    for text in (SERVICE, SERVICE + side, SERVICE + "  prefill: {template: {containers: main}}\n"):
+        found = find([text])
+        assert (list(found.arguments), found.image, found.environ["A"]) == (wanted, "img", "b")
+    assert list(find([f"{SERVICE}        args: [--z]\n"]).arguments) == [*wanted, "--z"]
+    assert list(find([f"{SERVICE}        command: [engine, serve, M]\n"]).arguments) == ["M"]
+    with_runtime = SERVICE.replace("  model:", "  runtime: another\n  model:")
+    assert list(find([with_runtime]).arguments) == ["--pool", "x"]
+    prefill = "  prefill: {template: {containers: [{name: main, image: other}]}}\n"
+    with pytest.raises(ConfigError, match=r"each of 2 containers could be the engine's \(img, other\)"):
+        find([SERVICE + prefill])
 
 
 def test_a_unit_of_systemd_sets_variables() -> None:
@@ -254,6 +305,7 @@ def test_variables_are_replaced_if_their_value_is_known(monkeypatch: pytest.Monk
         ["a: &0 [x]\n" + "".join(f"b{n}: &{n} [*{n - 1}, *{n - 1}]\n" for n in range(1, 99)) + "args: [*98]"],
         ["args: !!int ''"],
         ["args: !!bool what"],
+        ["args: \x00"],
         ["{" + '"a": {' * 300 + "}" * 301],
         ["[1, 2"],
         ["engine\x0bserve"],
@@ -264,6 +316,40 @@ def test_a_line_that_does_not_start_the_engine_is_one_problem(words: list[str]) 
     with pytest.raises(ConfigError) as raised:
         find(words)
     assert len(raised.value.problems) == 1
+
+
+def doubled(line: str) -> str:
+    """Return YAML in which each of 99 anchors has the one before it twice."""
+    return "a0: &0 {x: y}\n" + "".join(line.format(new=n, old=n - 1) for n in range(1, 100))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(doubled("a{new}: &{new} {{<<: [*{old}, *{old}]}}\n"), id="merge keys"),
+        pytest.param(doubled("a{new}: &{new} {{<<: *{old}, b: *{old}}}\n"), id="a merge key and an alias"),
+        pytest.param(doubled("a{new}: &{new} [*{old}, *{old}]\n"), id="aliases"),
+        pytest.param(f"a: &0 {'x' * 50_000}\nb: [{', '.join(['*0'] * 10_000)}]\n", id="a long text"),
+        pytest.param("a: &0 {b: *0}\n", id="a value that has itself as a part"),
+        pytest.param("a: &0 {<<: *0}\n", id="a mapping merged into itself"),
+    ],
+)
+@pytest.mark.parametrize("start", ["image: img\nargs: [M]\n{}", "# ours\n---\nkind: x\n---\n{}"])
+def test_yaml_whose_aliases_repeat_too_much_is_one_problem(text: str, start: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        find([start.format(text)])
+    (problem,) = raised.value.problems
+    assert "with its aliases written out, it may have 1,048,576 characters" in problem
+
+
+def test_anchors_and_merge_keys_of_compose_files_are_read() -> None:
+    text = (
+        "x-all: &all {image: img, environment: &more {A: b}}\nx-ranks: &ranks --ranks 2\n"
+        "services:\n  engine:\n    <<: [*all]\n    environment: {<<: *more, C: *ranks}\n    command: M --ranks 2\n"
+    )
+    found = find([text])
+    assert (list(found.arguments), found.image) == (REST, "img")
+    assert found.environ == {"A": "b", "C": "--ranks 2"}
 
 
 PARTS = [
