@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvoffload.core.jobs import Leases
 from tests.explore.invariants import check_end
-from tests.explore.programs import Action, act, actions, replay
+from tests.explore.programs import Action, replay
 from tests.explore.scene import Scene
 from tests.explore.search import explore
 from tests.explore.worlds import WORLDS
@@ -78,18 +77,6 @@ def test_a_disabled_rule_is_found_with_a_program_that_breaks_it(rule: str) -> No
         with pytest.raises(Exception, match=re.escape(violation.problem.partition(": ")[2]) or None):
             test()
     test()
-
-
-def test_the_printed_program_is_a_shortest_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Leases, "release", lambda self, blocks: None)
-    violation = explore(WORLDS["one request"], states=3_000).violation
-    assert violation is not None
-    program = violation.program
-    for left_out in range(len(program)):
-        scene = Scene.first(WORLDS["one request"])
-        for action in (*program[:left_out], *program[left_out + 1 :]):
-            if action in actions(scene):
-                act(scene, action)  # breaks no rule
 
 
 # -- programs that once broke a rule, as the exploration printed them -------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -13,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.rules import undone
-from tests.simulate.__main__ import main
 from tests.simulate.campaign import keep_journal, play
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -62,15 +60,6 @@ def test_the_first_seeds_pass_and_cover_every_kind_of_event(seeds: int) -> None:
         assert done > 2 * failed, f"the stand-in of the {tier} does not work"
 
 
-@pytest.mark.parametrize("seed", [6, 9])
-def test_a_seed_repeats_with_a_journal_or_without_one(seed: int, tmp_path: Path) -> None:
-    path, first = keep_journal(seed, tmp_path)
-    text = path.read_text()
-    _, second = keep_journal(seed, tmp_path)
-    assert path.read_text() == text
-    assert first == second == play(seed)
-
-
 def test_a_seed_repeats_in_another_process_whose_hashes_differ(tmp_path: Path) -> None:
     here, _ = keep_journal(9, tmp_path / "here")
     subprocess.run(
@@ -87,18 +76,3 @@ def test_a_seed_repeats_in_another_process_whose_hashes_differ(tmp_path: Path) -
 def test_one_of_the_first_seeds_detects_each_disabled_rule(rule: str) -> None:
     with undone(rule):
         assert any(play(seed).problem for seed in (SHOWN_BY[rule], *range(SEARCH)))
-
-
-def test_a_failure_is_printed_with_the_command_that_repeats_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tests.simulate.__main__.play_all", lambda seeds, processes: map(play, seeds))
-    with undone("r1_load_without_pin"):
-        assert main(["--seeds", "2", "--journals", str(tmp_path)]) == 1
-    printed = capsys.readouterr().out
-    [seed, *_] = re.findall(r'again:   make simulate ARGS="--seed ([01])"', printed)
-    journal = tmp_path / f"seed-{seed}.jsonl"
-    assert f"journal: {journal}\n" in printed
-    assert journal.stat().st_size
-    assert "the second run ended differently" not in printed
-    assert re.fullmatch(r"seeds 2, failures [12]", printed.splitlines()[-1])

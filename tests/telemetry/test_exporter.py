@@ -23,7 +23,6 @@ from kvoffload.model.ids import JobId, Rank, RequestId
 from kvoffload.model.wire import Direction
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Series
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
-from tests.conservation import slot_problems
 from tests.telemetry.fake_source import FakeSource
 
 if TYPE_CHECKING:
@@ -95,18 +94,6 @@ def test_a_second_collector_in_one_registry_is_refused() -> None:
     registry = registry_of(KVOffloadCollector(FakeSource()))
     with pytest.raises(ValueError, match="Duplicated"):
         registry.register(KVOffloadCollector(FakeSource()))
-
-
-def test_slots_that_do_not_add_up_to_the_capacity_are_reported() -> None:
-    assert slot_problems(FakeSource(STATE).gauges()) == []
-    assert slot_problems(FakeSource({"kvoffload_capacity_slots": {("host",): 1}}).gauges()) == [
-        "slots of the host by state sum to 0, but the capacity is 1"
-    ]
-    assert slot_problems(FakeSource({"kvoffload_slots": {("disk", "ready"): 2}}).gauges()) == [
-        "slots of the disk by state sum to 2, but the capacity is 0"
-    ]
-    # If the state cannot be read, no slots are exported and nothing can be compared.
-    assert slot_problems({}) == []
 
 
 @pytest.mark.tools("promtool")
