@@ -301,7 +301,7 @@ def test_variables_are_replaced_if_their_value_is_known(monkeypatch: pytest.Monk
         ["sh", "-c", "engine serve 'M"],
         [""],
         ["a: &a\n  b: *a\n"],
-        ["a: &0 [x]\n" + "".join(f"b{n}: &{n} [{', '.join([f'*{n - 1}'] * 9)}]\n" for n in range(1, 12))],
+        ["a: &0 [x]\n" + "".join(f"b{n}: &{n} [{', '.join([f'*{n - 1}'] * 9)}]\n" for n in range(1, 8))],
         ["a: &0 [x]\n" + "".join(f"b{n}: &{n} [*{n - 1}, *{n - 1}]\n" for n in range(1, 19)) + "args: [*18]"],
         ["args: !!int ''"],
         ["args: !!bool what"],
