@@ -6,6 +6,7 @@ import json
 import re
 import reprlib
 import shlex
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.model.errors import ConfigError
@@ -58,26 +59,31 @@ def read_documents(text: str) -> list[Any]:
     except (ValueError, RecursionError):
         pass
     try:
-        import yaml
+        return list(load_yaml(text, repr(text[:80])))
     except ImportError as error:  # kvoffload does not require PyYAML; every vLLM brings it
         raise ConfigError([f"{text[:80]!r} is read as YAML, which needs: pip install pyyaml"]) from error
-    found: list[Any] = []
-    try:
-        loader = yaml.SafeLoader(text)
-        while loader.check_node():
-            node = loader.get_node()
-            if _length(node, {}) > _LARGEST:
-                raise ConfigError(
-                    [
-                        f"{text[:80]!r} is too long: with its aliases written out, it may have {_LARGEST:,} characters"
-                    ]
-                )
-            found.append(loader.construct_document(node))
     except ConfigError:
         raise
     except Exception:  # PyYAML raises errors of many kinds, such as IndexError for `!!int ""`.
         return []
-    return found
+
+
+def load_yaml(text: str, source: str) -> Iterator[Any]:
+    """Yield the documents of a YAML text. PyYAML must be installed; its errors are not converted.
+
+    Raises:
+        ConfigError: the aliases of the text repeat too much. `source` names the text in the error.
+    """
+    import yaml
+
+    loader = yaml.SafeLoader(text)
+    while loader.check_node():
+        node = loader.get_node()
+        if _length(node, {}) > _LARGEST:
+            raise ConfigError(
+                [f"{source} is too long: with its aliases written out, it may have {_LARGEST:,} characters"]
+            )
+        yield loader.construct_document(node)
 
 
 def _length(node: yaml.Node, known: dict[int, int]) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvoffload.checks.script import load_yaml
 from kvoffload.cli.exits import CommandError
 from kvoffload.model.config import parse_config
 from kvoffload.model.errors import ConfigError
@@ -85,12 +86,15 @@ def _read_yaml(text: str, source: str) -> object:
     except ImportError as error:  # kvoffload does not require PyYAML; every vLLM brings it
         raise CommandError(f"{source} is not JSON, and to read YAML: pip install pyyaml") from error
     try:
-        return yaml.safe_load(text)
+        documents = list(load_yaml(text, source))
+    except ConfigError as error:
+        raise CommandError(str(error)) from error
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         # The error's own text would repeat the line, which may hold a credential.
         mark = getattr(error, "problem_mark", None)
         place = f" in line {mark.line + 1}" if mark else ""
         raise CommandError(f"{source} is neither JSON nor YAML{place}") from error
+    return documents[0] if len(documents) == 1 else None
 
 
 def _recognise(given: Mapping[str, Any], source: str) -> tuple[str, Mapping[str, Any]]:

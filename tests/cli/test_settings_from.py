@@ -303,6 +303,12 @@ def test_bad_input_is_one_line_that_says_what_is_allowed(
     [
         ("a: 1\nkey: 'hunter2\n b: [", "is neither JSON nor YAML in line 3"),
         ("- hunter2", "does not hold keys with values"),
+        ("a: 1\n---\na: 2\n", "does not hold keys with values"),
+        (
+            "a0: &0 {x: hunter2}\n"
+            + "".join(f"a{n}: &{n} {{<<: *{n - 1}, b: *{n - 1}}}\n" for n in range(1, 40)),
+            "is too long: with its aliases written out, it may have 1,048,576 characters",
+        ),
         ("", "does not hold keys with values"),
         ("max_local_cpu_size: lots", "max_local_cpu_size must be a number, 0 or more"),
         ("kv_connector: !!python/object/apply:os.system ['hunter2']", "is neither JSON nor YAML in line 1"),

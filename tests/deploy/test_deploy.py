@@ -170,6 +170,19 @@ def test_the_doctor_finds_no_problem_in_the_settings(name: str) -> None:
     assert {check for check, verdict in said.items() if verdict == "unknown"} <= {"vllm version"}
 
 
+@pytest.mark.parametrize("kind", ["LLMInferenceService", "InferenceService"])
+def test_the_doctor_reads_the_settings_and_the_ranks_of_kserves_objects(kind: str) -> None:
+    (service,) = [one for one in load(Path(__file__).with_name("kserve.yaml")) if one["kind"] == kind]
+    command = [sys.executable, "-m", "kvoffload", "doctor", "--json", "--block-bytes=2304KiB"]
+    command += ["--device-blocks=2", "--", json.dumps(service)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    found = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
+    wanted = ("settings", "vllm connector", "load failures", "host pool")
+    assert {check: found[check]["verdict"] for check in wanted} == dict.fromkeys(wanted, "ok")
+    half = (32 << 20) // (2304 << 10)  # each of two ranks has half of host_bytes
+    assert f"{half} blocks on the host" in found["host pool"]["finding"]
+
+
 @pytest.mark.parametrize("name", ["kubernetes/base/server.yaml", "llm-d/patch-vllm.yaml"])
 def test_the_memory_limit_is_the_documented_sum(name: str) -> None:
     """Check the sum that a comment at the top of the file explains: host memory, weights, processes, shared
