@@ -2,8 +2,8 @@
 # Expected: metadata that GGUFWriter accepts comes back from GGUFReader as it was written. GGUF's specification says that arrays
 #   "can be nested", and the writer writes a list of lists as an array of arrays, with each one's length.
 # Happens: `contents()` returns one flat list. So [[1, 2], [3]], [[1], [2, 3]] and [1, 2, 3] are the same to a reader, although
-#   their files differ. `gguf-new-metadata` copies metadata with it. A FIXME in the reader's source knows of the flattening,
-#   the documentation does not.
+#   their files differ. `gguf-new-metadata` copies metadata with it. A FIXME in the
+#   reader's source knows of the flattening.
 # Versions: gguf 0.19.0, numpy 2.4.6, Python 3.11.
 set -eu
 folder=$(mktemp -d)
