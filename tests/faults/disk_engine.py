@@ -18,17 +18,15 @@ import torch
 
 from kvoffload.core.machine import SlotState
 from kvoffload.engine import Engine, SamplingParams, Token
-from kvoffload.model.events import TierCopyEnded
-from kvoffload_reference.plugin import ReferencePlugin
 from tests.core.audit import audit_side
 from tests.core.below import disk_of
 from tests.engine.tiny import assert_same, taken, tiny_config
 from tests.reference.rig import BLOCK, LAYERS, TOLERANCE, config_of, slot_bytes, text
+from tests.reference.served import NEW_TOKENS, Served
 
 PROMPTS = [text(seed, 8 * BLOCK) for seed in range(4)]
 HEAD_DIM = 8
 LONG_HEAD_DIM = 1024  # its pages have 64 KiB, enough to be written and read without a buffer
-_NEW_TOKENS = 4
 _PATIENCE_S = 20.0
 
 
@@ -43,18 +41,14 @@ class Driven:
         head_dim: int = HEAD_DIM,
     ) -> dict[str, Any]:
         """Start an engine, and wait until host memory is ready and the disk was opened or refused."""
-        self.copies: dict[str, int] = {}
-        self.plugin = ReferencePlugin()
         self.head_dim = head_dim
         size = slot_bytes("full", ranks) // HEAD_DIM * head_dim
         files = {"disk_path": folder, "disk_bytes": ranks * (4096 + 60 * (size + 4096)), "disk_min_hits": 1}
         extra = {"host_bytes": ranks * 40 * size, **files}
         config = config_of("full", ranks=ranks, timeout_s=timeout_s, extra=extra)
         config = replace(config, model=replace(config.model, head_dim=head_dim))
-        self.engine = Engine(config, self.plugin, clock=time.monotonic)
-        assert self.plugin.offload is not None
-        self.offload = self.plugin.offload
-        self.offload.bus.count(TierCopyEnded, self._note)
+        self.served = Served(config)
+        self.engine, self.offload = self.served.engine, self.served.offload
         state, until = self.offload.core.state, time.monotonic() + opens_in_s
         disk = disk_of(state)
         while not (state.pool.capacity and (disk.is_open or disk.is_closed)) and time.monotonic() < until:
@@ -69,10 +63,7 @@ class Driven:
             while not self.engine.pool.reset_prefix_cache():  # a store may still be reading blocks
                 assert time.monotonic() < until
                 self.engine.step()
-            stream = self.engine.submit(PROMPTS[number], SamplingParams(_NEW_TOKENS))
-            while self.engine.has_work:
-                self.engine.step()
-            assert_same(taken(stream), _plain(self.head_dim, number), TOLERANCE)
+            assert_same(self.served.answer(PROMPTS[number]), _plain(self.head_dim, number), TOLERANCE)
         return self.state()
 
     def state(self) -> dict[str, Any]:
@@ -80,7 +71,9 @@ class Driven:
         assert self.offload.degraded is None
         disk = disk_of(self.offload.state)
         return {
-            "copies": self.copies,
+            "copies": {
+                f"{way.value} {end.value}": blocks for (way, end), blocks in self.served.copies.items()
+            },
             "blocks": len(disk.pool.index),
             "is_usable": disk.is_usable,
             "fetching": disk.fetching,
@@ -91,17 +84,13 @@ class Driven:
         self.engine.close()
         return {}
 
-    def _note(self, event: TierCopyEnded) -> None:
-        what = f"{event.direction.value} {event.outcome.value}"
-        self.copies[what] = self.copies.get(what, 0) + event.blocks
-
 
 @cache
 def _plain(head_dim: int, number: int) -> list[Token]:
     """Return the answer of an engine without offloading."""
     config = tiny_config("full", model={"layers": LAYERS["full"], "head_dim": head_dim})
     engine = Engine(config, clock=time.monotonic)
-    stream = engine.submit(PROMPTS[number], SamplingParams(_NEW_TOKENS))
+    stream = engine.submit(PROMPTS[number], SamplingParams(NEW_TOKENS))
     while engine.has_work:
         engine.step()
     return taken(stream)

@@ -16,14 +16,13 @@ from random import Random
 import pytest
 
 from kvoffload.model.causes import TierOutcome
-from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.wire import Tier
 from kvoffload.node.folder import list_kept, remove_kept
 from tests.conservation import conservation
 from tests.core.audit import audit_side
 from tests.disk.fork_server import forking
 from tests.reference.rig import BLOCK
-from tests.reference.test_kills import Served
+from tests.reference.test_kills import OnTier
 from tests.reference.test_neighbour_processes import MANY
 
 CHANGES = int(os.environ.get("KVOFFLOAD_CHURN", "6"))
@@ -37,26 +36,20 @@ _PATIENCE_S = 60
 pytestmark = pytest.mark.slow
 
 
-class _Engine(Served):
+class _Engine(OnTier):
     """One engine, which counts what it reads from others."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, Tier.HOST, counting=True, host_blocks=_HOST_BLOCKS)
-        assert self.plugin.offload is not None
-        self.side = self.plugin.offload
+        self.side = self.offload
         assert self.pool.capacity < sum(map(len, MANY)) // BLOCK
-        self.outcomes: Counter[str] = Counter()
-        self.side.bus.count(TierCopyEnded, self._ended)
-
-    def _ended(self, event: TierCopyEnded) -> None:
-        if event.tier is Tier.NODE:
-            self.outcomes[event.outcome.value] += event.blocks
 
     def counts(self) -> Counter[str]:
         """Return the number of neighbours, how many of their blocks were copied or not, and why some were lost."""
         neighbours = self.side.gauges()["kvoffload_neighbours"][()]
         lost = self.side.gauges()["kvoffload_node_lost_blocks_total"]
-        return self.outcomes + Counter(
+        outcomes = Counter({outcome.value: blocks for (_, outcome), blocks in self.copies.items()})
+        return outcomes + Counter(
             {"neighbours": int(neighbours)} | {cause: int(count) for (cause,), count in lost.items()}
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -241,6 +241,48 @@ def rig(kind: str = "full", **options: Any) -> Iterator[Rig]:  # noqa: ANN401  #
         made.release()
         made.pass_time(2 * TIMEOUT_S)
         made.close()
+
+
+class Engines:
+    """Starts engines, beside each other or one after the other. All have `settings` of the plugin."""
+
+    def __init__(self) -> None:
+        self.settings: dict[str, object] = {}
+        self._running = dict[int, ExitStack]()
+
+    def start(
+        self,
+        kind: str = "full",
+        *,
+        host_blocks: int = 200,
+        ranks: int = 1,
+        replicas: int = 1,
+        starts_ready: bool = True,
+        drains: bool = True,
+        **extra: object,
+    ) -> Rig:
+        """Start an engine beside those that run. `extra` are further settings of the plugin."""
+        running = ExitStack()
+        sizes: dict[str, int] = {"host_blocks": host_blocks, "ranks": ranks, "replicas": replicas}
+        made = running.enter_context(
+            rig(kind, extra={**self.settings, **extra}, starts_ready=starts_ready, **sizes)
+        )
+        self._running[id(made)] = running
+        if drains:
+            made.drain()
+        return made
+
+    def next(self, kind: str = "full", **options: Any) -> Rig:  # noqa: ANN401  # those of `start`
+        """Stop all engines, and start the next one."""
+        self.stop_all()
+        return self.start(kind, **options)
+
+    def stop(self, made: Rig) -> None:
+        self._running.pop(id(made)).close()
+
+    def stop_all(self) -> None:
+        while self._running:
+            self._running.popitem()[1].close()
 
 
 @cache

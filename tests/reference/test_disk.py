@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from kvoffload.telemetry.exporter import KVOffloadCollector
 from tests.captured_logs import capture_logs
 from tests.conservation import conservation
 from tests.core.below import disk_of
-from tests.reference.rig import BLOCK, KINDS, TIMEOUT_S, Rig, open_loads, rig, slot_bytes, text
+from tests.reference.rig import BLOCK, KINDS, TIMEOUT_S, Engines, Rig, open_loads, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
 MORE = [text(seed, 10 * BLOCK) for seed in range(2, 12)]
@@ -32,22 +32,18 @@ StartEngine = Callable[..., Rig]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[StartEngine]:
-    """Yield a function that ends the previous engine and starts another one on the test's folder."""
-    with ExitStack() as running:
+def start(engines: Engines, tmp_path: Path) -> StartEngine:
+    """Return a function that ends the previous engine and starts another one on the test's folder."""
 
-        def begin(
-            kind: str = "full", folder: str = "disk", ranks: int = 1, extra: Mapping[str, object] = NONE
-        ) -> Rig:
-            running.pop_all().close()
-            disk_bytes = ranks * (4096 + 400 * (slot_bytes(kind) + 4096))
-            settings = {"disk_path": tmp_path / folder, "disk_bytes": disk_bytes, **extra}
-            host_blocks = {"full": 48, "recurrent": 160}.get(kind, 192)
-            made = running.enter_context(rig(kind, ranks=ranks, host_blocks=host_blocks, extra=settings))
-            made.drain()  # this reads the index and passes it to the core
-            return made
+    def begin(
+        kind: str = "full", folder: str = "disk", ranks: int = 1, extra: Mapping[str, object] = NONE
+    ) -> Rig:
+        disk_bytes = ranks * (4096 + 400 * (slot_bytes(kind) + 4096))
+        settings = {"disk_path": tmp_path / folder, "disk_bytes": disk_bytes, **extra}
+        host_blocks = {"full": 48, "recurrent": 160}.get(kind, 192)
+        return engines.next(kind, ranks=ranks, host_blocks=host_blocks, **settings)
 
-        yield begin
+    return begin
 
 
 def copied(made: Rig, direction: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:

@@ -6,8 +6,7 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from kvoffload.core.machine import SlotState
 from kvoffload.model import facts
 from kvoffload.model.causes import Adoption
 from kvoffload.model.errors import ConfigError, DiskError
-from kvoffload.model.events import AdoptedBlocksHit, BlocksAdopted
 from kvoffload.model.ids import SlotId
 from kvoffload.model.wire import Tier
 from kvoffload.node.file_systems import free_bytes
@@ -30,7 +28,7 @@ from kvoffload.transfer.arena import Arena
 from tests.captured_logs import capture_logs
 from tests.gates import ManualExecutor
 from tests.mounts import mounted
-from tests.reference.rig import BLOCK, KINDS, Rig, rig, slot_bytes, text
+from tests.reference.rig import BLOCK, KINDS, Engines, Rig, rig, slot_bytes, text
 from tests.runtime.manual_portal import ManualPortal
 
 PROMPT = text(1, 10 * BLOCK)
@@ -41,29 +39,16 @@ StartEngine = Callable[..., Rig]
 
 
 @pytest.fixture
-def start(shared_memory: Path) -> Iterator[StartEngine]:
-    """Yield a function that ends the previous engine and starts another one in the test's folder."""
-    with ExitStack() as running:
+def start(engines: Engines, shared_memory: Path) -> StartEngine:
+    """Return a function that ends the previous engine and starts another one in the test's folder."""
+    engines.settings["host_path"] = shared_memory
 
-        def begin(
-            kind: str = "full",
-            ranks: int = 1,
-            extra: Mapping[str, object] = NONE,
-            host_blocks: int = 200,
-            path: Path = shared_memory,
-            drains: bool = True,
-            **options: Any,  # noqa: ANN401
-        ) -> Rig:
-            running.pop_all().close()
-            settings = {"host_path": path, **extra}
-            made = running.enter_context(
-                rig(kind, ranks=ranks, host_blocks=host_blocks, extra=settings, **options)
-            )
-            if drains:
-                made.drain()
-            return made
+    def begin(
+        kind: str = "full", ranks: int = 1, extra: Mapping[str, object] = NONE, **options: object
+    ) -> Rig:
+        return engines.next(kind, ranks=ranks, **extra, **options)
 
-        yield begin
+    return begin
 
 
 def loaded(made: Rig) -> int:
@@ -146,7 +131,7 @@ def test_r20_an_engine_killed_while_it_adopts_blocks_leaves_them(
     monkeypatch.setattr(HostTable, "identify", killed_first)
     start()
     monkeypatch.undo()
-    assert indexed(start(path=left[0])) == before
+    assert indexed(start(host_path=left[0])) == before
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -157,7 +142,7 @@ def test_r20_an_engine_killed_in_the_middle_of_stores_leaves_its_other_blocks(
     made.run(PROMPT)
     before = indexed(made)
     left, written = killed_while_storing(made, shared_memory, text(2, 8 * BLOCK))
-    made = start(path=left, ranks=ranks)
+    made = start(host_path=left, ranks=ranks)
     assert indexed(made) == before
     # This process is the one that was killed, so its copies may still write.
     made.pass_time(2)
@@ -172,7 +157,7 @@ def test_r20_slots_under_copies_of_a_killed_engine_come_back_once_its_processes_
     left, _ = killed_while_storing(start(), shared_memory)
     runs: list[bool | None] = [True]
     monkeypatch.setattr(host_catalog, "may_run", lambda process: runs[0])
-    made = start(path=left)
+    made = start(host_path=left)
     pool = made.offload.state.pool
     assert pool.count(SlotState.QUARANTINED)
     for answer in (None, True, False):
@@ -195,7 +180,7 @@ def test_r20_slots_under_copies_that_began_after_a_reset_stay_unused_too(
     made.run(text(2, 5 * BLOCK))
     left, written = killed_while_storing(made, shared_memory)
     monkeypatch.setattr(host_catalog, "may_run", lambda process: True)
-    made = start(path=left)
+    made = start(host_path=left)
     assert kept_back(made) == written
     assert indexed(made) == {}
 
@@ -214,7 +199,7 @@ def test_r20_slots_under_copies_of_a_killed_engine_stay_unused_although_another_
     (path,) = left.glob("reference-*/0/rank0")
     path.unlink()
     monkeypatch.setattr(host_catalog, "may_run", lambda process: True)
-    pool = start(ranks=2, path=left).offload.state.pool
+    pool = start(ranks=2, host_path=left).offload.state.pool
     assert pool.count(SlotState.QUARANTINED)
 
 
@@ -312,14 +297,20 @@ def test_r20_other_weights_find_nothing_in_the_folder(
     assert loaded(start(extra={"weights_id": "b"})) > 0
 
 
-@pytest.mark.parametrize("gone", ["rank0", "rank1", "table"])
-def test_r20_without_one_of_its_files_nothing_is_found(
-    start: StartEngine, shared_memory: Path, gone: str
+@pytest.mark.parametrize(
+    ("name", "kept"), [("rank0", 0), ("rank1", 0), ("table", 0), ("rank1", 4096), ("rank1", -4096)]
+)
+def test_r20_without_one_of_its_files_or_a_part_of_it_nothing_is_found(
+    start: StartEngine, engines: Engines, shared_memory: Path, name: str, kept: int
 ) -> None:
+    """`kept` is how many bytes of the file are left, or fewer than it had. 0 stands for no file."""
     start(ranks=2).run(PROMPT)
-    start(ranks=2, path=shared_memory / "another")
-    (path,) = shared_memory.glob(f"reference-*/0/{gone}")
-    path.unlink()
+    engines.stop_all()
+    (path,) = shared_memory.glob(f"reference-*/0/{name}")
+    if kept:
+        os.truncate(path, kept if kept > 0 else path.stat().st_size + kept)
+    else:
+        path.unlink()
     made = start(ranks=2)
     assert indexed(made) == {}
     assert loaded(made) == 0
@@ -328,24 +319,23 @@ def test_r20_without_one_of_its_files_nothing_is_found(
 @pytest.mark.parametrize("host_blocks", [200, 120, 240])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_engine_that_ends_before_its_first_step_leaves_what_it_found(
-    start: StartEngine, shared_memory: Path, ranks: int, host_blocks: int
+    start: StartEngine, engines: Engines, ranks: int, host_blocks: int
 ) -> None:
     start(ranks=ranks).run(PROMPT)
-    start(path=shared_memory / "another")
-    extra = {"host_path": shared_memory}
+    engines.stop_all()
     for _ in range(2):
-        with rig(ranks=ranks, host_blocks=host_blocks, extra=extra, starts_ready=False):
+        with rig(ranks=ranks, host_blocks=host_blocks, extra=engines.settings, starts_ready=False):
             pass
     assert loaded(start(ranks=ranks)) == len(PROMPT) // BLOCK - 1
 
 
 def test_r20_an_engine_whose_scheduler_has_not_taken_the_table_over_leaves_none(
-    start: StartEngine, shared_memory: Path
+    start: StartEngine, engines: Engines
 ) -> None:
     """Once the ranks have reported, copies could have changed the bytes that the earlier engine's table names."""
     start().run(PROMPT)
-    start(path=shared_memory / "another")
-    with rig(host_blocks=200, extra={"host_path": shared_memory}, starts_ready=False) as made:
+    engines.stop_all()
+    with rig(host_blocks=200, extra=engines.settings, starts_ready=False) as made:
         for worker in made.workers:
             worker.take_report()
     made, (reason,) = reasons(start)
@@ -354,11 +344,11 @@ def test_r20_an_engine_whose_scheduler_has_not_taken_the_table_over_leaves_none(
 
 
 def test_r20_a_reset_before_the_first_step_forgets_what_the_engine_before_left(
-    start: StartEngine, shared_memory: Path
+    start: StartEngine, engines: Engines
 ) -> None:
     start().run(PROMPT)
-    start(path=shared_memory / "another")
-    with rig(host_blocks=200, extra={"host_path": shared_memory}, starts_ready=False) as made:
+    engines.stop_all()
+    with rig(host_blocks=200, extra=engines.settings, starts_ready=False) as made:
         assert made.offload.reset()
     made = start()
     assert indexed(made) == {}
@@ -366,15 +356,15 @@ def test_r20_a_reset_before_the_first_step_forgets_what_the_engine_before_left(
 
 
 def test_r20_a_reset_that_cannot_remove_the_table_says_so(
-    start: StartEngine, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+    start: StartEngine, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start().run(PROMPT)
-    start(path=shared_memory / "another")
+    engines.stop_all()
 
     def fail(folder: object) -> None:
         raise OSError(errno.EACCES, "Permission denied")
 
-    with rig(host_blocks=200, extra={"host_path": shared_memory}, starts_ready=False) as made:
+    with rig(host_blocks=200, extra=engines.settings, starts_ready=False) as made:
         monkeypatch.setattr(host_catalog, "remove_table", fail)
         assert not made.offload.reset()
         monkeypatch.undo()
@@ -394,7 +384,7 @@ def test_r20_slots_under_old_copies_are_kept_back_although_the_kv_cannot_be_iden
         raise DiskError("the weights cannot be read")
 
     monkeypatch.setattr(HostCatalog, "_identified", fail)
-    made = start(path=left)
+    made = start(host_path=left)
     assert kept_back(made) == written
     made.run(PROMPT)
     made.assert_clean()
@@ -430,17 +420,6 @@ def test_slots_wait_at_most_ten_seconds_for_the_identity_of_what_is_in_them(
     assert loaded(start()) == len(PROMPT) // BLOCK - 1
 
 
-@pytest.mark.parametrize("size", [4096, -4096])
-def test_r20_in_a_cut_file_nothing_is_found(start: StartEngine, shared_memory: Path, size: int) -> None:
-    start(ranks=2).run(PROMPT)
-    start(path=shared_memory / "another")
-    (path,) = shared_memory.glob("reference-*/0/rank1")
-    os.truncate(path, size if size > 0 else path.stat().st_size + size)
-    made = start(ranks=2)
-    assert indexed(made) == {}
-    assert loaded(made) == 0
-
-
 @pytest.mark.parametrize("verify", [("off", "full"), ("full", "off")])
 def test_another_verify_finds_nothing(start: StartEngine, verify: tuple[str, str]) -> None:
     start(extra={"verify": verify[0]}).run(PROMPT)
@@ -451,10 +430,10 @@ def test_another_verify_finds_nothing(start: StartEngine, verify: tuple[str, str
 
 
 def test_with_verify_a_flipped_byte_of_the_next_life_is_found(
-    start: StartEngine, shared_memory: Path
+    start: StartEngine, engines: Engines, shared_memory: Path
 ) -> None:
     start(extra={"verify": "full"}).run(PROMPT)
-    start(path=shared_memory / "another")
+    engines.stop_all()
     (path,) = shared_memory.glob("reference-*/0/rank0")
     with path.open("r+b") as file:
         file.seek(4096)
@@ -469,12 +448,12 @@ def test_with_verify_a_flipped_byte_of_the_next_life_is_found(
 
 @pytest.mark.parametrize("part", range(12))
 def test_r20_a_damaged_table_costs_blocks_and_never_a_wrong_answer(
-    start: StartEngine, shared_memory: Path, part: int
+    start: StartEngine, engines: Engines, shared_memory: Path, part: int
 ) -> None:
     """Flip bytes all over the table: of its header, of sequence numbers, times of use and records."""
     start(host_blocks=20).run(PROMPT)
     before = indexed(start(host_blocks=20))
-    start(path=shared_memory / "another")
+    engines.stop_all()
     (path,) = shared_memory.glob("reference-*/0/table")
     data = bytearray(path.read_bytes())
     chance = random.Random(part)
@@ -541,30 +520,27 @@ def test_the_least_recently_used_adopted_blocks_are_evicted_first(start: StartEn
     assert [pool.key(slot) for slot in pool.order] == order
 
 
-def test_two_engines_use_two_folders_and_each_is_found_again(start: StartEngine, shared_memory: Path) -> None:
-    settings = {"host_path": shared_memory}
-    made = start()
-    with rig(host_blocks=200, extra=settings) as other:
-        other.drain()
-        other.run(text(2, 8 * BLOCK))
-        made.run(PROMPT)
-    start(path=shared_memory / "another")
+def test_two_engines_use_two_folders_and_each_is_found_again(
+    start: StartEngine, engines: Engines, shared_memory: Path
+) -> None:
+    made, other = start(), engines.start()
+    other.run(text(2, 8 * BLOCK))
+    made.run(PROMPT)
+    engines.stop_all()
     assert len(list(shared_memory.glob("reference-*/[01]/table"))) == 2
-    with rig(host_blocks=200, extra=settings) as first, rig(host_blocks=200, extra=settings) as second:
-        first.drain()
-        second.drain()
-        assert indexed(first)
-        assert indexed(second)
-        assert not {*indexed(first).values()} & {*indexed(second).values()}
+    first, second = indexed(engines.start()), indexed(engines.start())
+    assert first
+    assert second
+    assert not {*first.values()} & {*second.values()}
 
 
-def test_files_can_be_removed_at_the_end(start: StartEngine, shared_memory: Path) -> None:
+def test_files_can_be_removed_at_the_end(start: StartEngine, engines: Engines, shared_memory: Path) -> None:
     made = start(extra={"host_keep": False})
     made.run(PROMPT)
     (folder,) = shared_memory.glob("reference-*/0")
     assert {path.name for path in folder.iterdir()} > {"rank0", "table"}
     (folder / "notes").write_bytes(b"tokens of prompts")
-    start(path=shared_memory / "another")
+    engines.stop_all()
     assert {path.name for path in folder.iterdir()} == {"lock", "owner.json"}
 
 
@@ -580,22 +556,6 @@ def test_files_are_for_this_user_only(start: StartEngine, shared_memory: Path) -
 def test_a_folder_that_is_not_on_a_tmpfs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"host_path: .* is on \w+; it must be on tmpfs"):
         Rig(extra={"host_path": tmp_path})
-
-
-def test_the_adopted_blocks_and_their_hits_are_events(start: StartEngine) -> None:
-    made = start()
-    made.run(PROMPT)
-    blocks = len(indexed(made))
-    made = start(drains=False)
-    events: list[Any] = []
-    for kind in (BlocksAdopted, AdoptedBlocksHit):
-        made.offload.bus.count(kind, events.append)
-    made.drain()
-    for _ in range(2):
-        made.forget_device()
-        hit = loaded(made)
-    assert events == [BlocksAdopted(blocks), AdoptedBlocksHit(len(PROMPT) // BLOCK - 1)]
-    assert hit == 2 * (len(PROMPT) // BLOCK - 1)
 
 
 def test_a_tmpfs_with_room_for_the_slots_and_not_for_their_table_is_refused(
@@ -623,9 +583,11 @@ def test_a_table_that_cannot_be_written_is_an_adoption_that_failed(
     assert loaded(made) == 0
 
 
-def test_a_description_that_cannot_be_written_costs_no_block(start: StartEngine, shared_memory: Path) -> None:
+def test_a_description_that_cannot_be_written_costs_no_block(
+    start: StartEngine, engines: Engines, shared_memory: Path
+) -> None:
     start().run(PROMPT)
-    start(path=shared_memory / "another")
+    engines.stop_all()
     (path,) = shared_memory.glob("reference-*/0/identity.json")
     path.unlink()
     (path / "folder").mkdir(parents=True)
@@ -696,10 +658,10 @@ def test_memory_that_moves_into_huge_pages_or_out_begins_empty_and_leaves_nothin
 
 
 def test_removed_memory_gives_its_huge_pages_back(
-    start: StartEngine, shared_memory: Path, huge_pages: Path
+    start: StartEngine, engines: Engines, shared_memory: Path, huge_pages: Path
 ) -> None:
     start(extra={"host_hugetlbfs": huge_pages})
-    start(path=shared_memory / "other")  # ends the engine before
+    engines.stop_all()
     (kept,) = list_kept(shared_memory)
     assert kept.size > 200 * slot_bytes("full")
     assert remove_kept(kept)
@@ -734,14 +696,14 @@ def test_a_folder_for_huge_pages_in_which_no_file_can_be_made_is_an_error_that_n
 
 
 def test_huge_pages_that_an_engine_set_aside_and_did_not_use_are_those_of_the_next(
-    start: StartEngine, shared_memory: Path, huge_pages: Path, monkeypatch: pytest.MonkeyPatch
+    start: StartEngine, engines: Engines, huge_pages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool has too few pages for both: the engine ended while its memory grew."""
     settings: dict[str, Any] = {"extra": {"host_hugetlbfs": huge_pages}, "host_blocks": BLOCKS_OF_MOST_PAGES}
     with monkeypatch.context() as patched:
         patched.setattr("kvoffload.transfer.arena.Arena.is_growing", False)
         start(**settings, drains=False)
-        start(path=shared_memory / "other")  # ends the engine before
+        engines.stop_all()
     assert start(**settings).offload.state.pool.capacity == BLOCKS_OF_MOST_PAGES
 
 

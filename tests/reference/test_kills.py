@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -23,33 +22,29 @@ import pytest
 
 from kvoffload.core.slots import SlotPool
 from kvoffload.disk.index import IndexLog
-from kvoffload.engine import Engine, SamplingParams
 from kvoffload.engine.runner import Runner
-from kvoffload.model.causes import LoadOutcome, TierOutcome
-from kvoffload.model.events import LoadEnded, TierCopyEnded
 from kvoffload.model.ids import BlockKey, SlotId
 from kvoffload.model.wire import Direction, DiskRecord, Invalidate, Put, Tier
 from kvoffload.node.table import HostTable
-from kvoffload_reference.plugin import ReferencePlugin
 from tests.core.audit import audit_side
 from tests.core.below import disk_of
 from tests.disk.fork_server import forking
-from tests.engine.tiny import assert_same, taken
+from tests.engine.tiny import assert_same
 from tests.reference.rig import BLOCK, TOLERANCE, config_of, plain, slot_bytes, text
+from tests.reference.served import NEW_TOKENS, Served
 from tests.simulate.counting import VOCABULARY, CountingRunner, expected
 
 KILLS = int(os.environ.get("KVOFFLOAD_KILLS", "6"))
 ENGINE_KILLS = int(os.environ.get("KVOFFLOAD_ENGINE_KILLS", "3"))
 SEED = int(os.environ.get("KVOFFLOAD_SEED", "0"))
 PROMPTS = [text(seed, 8 * BLOCK) for seed in range(6)]
-NEW_TOKENS = 4
 _MOST_ANSWERS = 24
 
 pytestmark = pytest.mark.slow
 
 
-class Served:
-    """An engine with the plugin and two ranks, on real threads, and a real disk or host memory in files.
+class OnTier(Served):
+    """An engine with two ranks, and a real disk or host memory in files.
 
     Args:
         folder: where the tier keeps its blocks.
@@ -60,51 +55,32 @@ class Served:
 
     Attributes:
         pool: the slots of the tier under test.
-        fetched: how many blocks came from the tier.
     """
 
     def __init__(
         self, folder: Path, tier: Tier, *, counting: bool, host_blocks: int = 40, replicas: int = 1
     ) -> None:
-        self.plugin = ReferencePlugin()
         disk_bytes = 2 * (4096 + 60 * (slot_bytes("full", 2) + 4096))
         on_disk: dict[str, object] = {"disk_path": folder, "disk_bytes": disk_bytes}
         extra = on_disk if tier is Tier.DISK else {"host_path": folder}
         config = config_of("full", ranks=2, replicas=replicas, host_blocks=host_blocks, extra=extra)
         if counting:
             config = replace(config, model=replace(config.model, vocab_size=VOCABULARY))
-        self.engine = Engine(
-            config, self.plugin, clock=time.monotonic, make_runner=CountingRunner if counting else Runner
-        )
-        assert self.plugin.offload is not None
-        self.fetched = 0
-        state = self.plugin.offload.state
-        self.pool: SlotPool
-        if tier is Tier.DISK:
-            disk = disk_of(state)
-            self.pool = disk.pool
-            self.plugin.offload.bus.count(TierCopyEnded, self._copied)
-        else:
-            self.pool = state.pool
-            self.plugin.offload.bus.count(LoadEnded, self._loaded)
-        while state.growing or (tier is Tier.DISK and not disk.is_open):
+        super().__init__(config, CountingRunner if counting else Runner)
+        self._tier, state = tier, self.offload.state
+        self.pool: SlotPool = disk_of(state).pool if tier is Tier.DISK else state.pool
+        while state.growing or (tier is Tier.DISK and not disk_of(state).is_open):
             self.engine.step()
 
-    def _copied(self, event: TierCopyEnded) -> None:
-        if (event.direction, event.outcome) == (Direction.LOAD, TierOutcome.DONE):
-            self.fetched += event.blocks
-
-    def _loaded(self, event: LoadEnded) -> None:
-        if event.outcome is LoadOutcome.LOADED:
-            self.fetched += event.blocks
+    @property
+    def fetched(self) -> int:
+        """How many blocks came from the tier."""
+        loaded = self.offload.counters.snapshot().count("kvoffload_load_blocks_total", "loaded")
+        return self.copied(Direction.LOAD) if self._tier is Tier.DISK else loaded
 
     def run(self, prompt: Sequence[int]) -> None:
-        """Serve one request with an empty device cache, and check its tokens."""
-        assert self.engine.pool.reset_prefix_cache()
-        stream = self.engine.submit(prompt, SamplingParams(NEW_TOKENS))
-        while self.engine.has_work:
-            self.engine.step()
-        tokens, runner = taken(stream), self.engine.runner
+        """Serve one request, and check its tokens."""
+        tokens, runner = self.answer(prompt), self.engine.runner
         if not isinstance(runner, CountingRunner):
             assert_same(tokens, plain("full", prompt, NEW_TOKENS), TOLERANCE)
             return
@@ -126,7 +102,7 @@ def serve(
     stops = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stops.set())
     _SAY[tier](records)
-    random, served = Random(seed), Served(folder, tier, counting=counting, replicas=replicas)
+    random, served = Random(seed), OnTier(folder, tier, counting=counting, replicas=replicas)
     to_test.send({int(slot): bytes(key) for key, slot in served.pool.index.items()})
     while not stops.is_set():
         served.run(random.choice(PROMPTS))
@@ -245,12 +221,11 @@ def test_after_a_kill_or_stop_the_next_engine_finds_all_put_blocks_and_answers_c
             lives.live(seed)
         except AssertionError as error:
             raise AssertionError(f"KVOFFLOAD_SEED={seed}: {error}") from error
-    last = Served(folder, tier, counting=counting, replicas=replicas)
+    last = OnTier(folder, tier, counting=counting, replicas=replicas)
     assert lives.held.keys() <= set(map(int, last.pool.index.values()))
     for prompt in PROMPTS:
         last.run(prompt)
     assert lives.restored
     assert last.fetched + lives.fetched
-    assert last.plugin.offload is not None
-    assert audit_side(last.plugin.offload) == []
+    assert audit_side(last.offload) == []
     last.engine.close()

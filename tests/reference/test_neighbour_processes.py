@@ -16,13 +16,12 @@ from random import Random
 import pytest
 
 from kvoffload.model.causes import TierOutcome
-from kvoffload.model.events import TierCopyEnded
-from kvoffload.model.wire import Tier
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.runtime.node_catalog import NodeCatalog
 from tests.core.audit import audit_side
 from tests.disk.fork_server import forking
 from tests.reference.rig import BLOCK, text
-from tests.reference.test_kills import KILLS, PROMPTS, SEED, Served
+from tests.reference.test_kills import KILLS, PROMPTS, SEED, OnTier
 
 FIRST = PROMPTS[:4]
 MANY = [text(seed, 8 * BLOCK) for seed in range(16)]
@@ -31,26 +30,14 @@ FEW_BLOCKS = 24  # so that engines write over blocks while others read them
 pytestmark = pytest.mark.slow
 
 
-class Reader(Served):
-    """The engine in the test's process.
-
-    Attributes:
-        outcomes: how many blocks ended with each outcome in fetches from other engines.
-    """
+class Reader(OnTier):
+    """The engine in the test's process."""
 
     def __init__(self, folder: Path, *, counting: bool, host_blocks: int = 40) -> None:
         super().__init__(folder, Tier.HOST, counting=counting, host_blocks=host_blocks)
-        assert self.plugin.offload is not None
-        self.outcomes = dict.fromkeys(TierOutcome, 0)
-        self.plugin.offload.bus.count(TierCopyEnded, self._ended)
-
-    def _ended(self, event: TierCopyEnded) -> None:
-        if event.tier is Tier.NODE:
-            self.outcomes[event.outcome] += event.blocks
 
     def step_until(self, is_over: Callable[[NodeCatalog], bool]) -> None:
-        assert self.plugin.offload is not None
-        catalog = self.plugin.offload.catalogs[Tier.NODE]
+        catalog = self.offload.catalogs[Tier.NODE]
         assert isinstance(catalog, NodeCatalog)
         while not is_over(catalog):
             self.engine.step()
@@ -59,7 +46,7 @@ class Reader(Served):
 def serve(folder: Path, seed: int, to_test: Connection, counting: bool, goes_on: bool) -> None:
     """Serve all prompts, and again from the host. Send how many blocks were loaded, and go on or rest until killed."""
     host_blocks = FEW_BLOCKS if goes_on else 40
-    random, served = Random(seed), Served(folder, Tier.HOST, counting=counting, host_blocks=host_blocks)
+    random, served = Random(seed), OnTier(folder, Tier.HOST, counting=counting, host_blocks=host_blocks)
     for prompt in FIRST[:2] * 2 if goes_on else FIRST * 2:
         served.run(prompt)
     to_test.send(served.fetched)
@@ -101,7 +88,7 @@ def test_the_second_engine_finds_at_least_95_percent_of_what_the_first_one_holds
     end(owner)
     reader.engine.close()
     assert loaded > 0
-    assert reader.outcomes[TierOutcome.DONE] >= 0.95 * loaded
+    assert reader.copied(Direction.LOAD) >= 0.95 * loaded
 
 
 @pytest.mark.timeout(120 + 5 * KILLS)
@@ -125,8 +112,7 @@ def test_r21_engines_that_are_killed_at_any_moment_leave_others_right(
     finally:
         for owner in owners:
             end(owner)
-    assert reader.outcomes[TierOutcome.DONE] > 0
-    assert reader.outcomes[TierOutcome.CORRUPT] == 0
-    assert reader.plugin.offload is not None
-    assert audit_side(reader.plugin.offload) == []
+    assert reader.copied(Direction.LOAD) > 0
+    assert reader.copied(Direction.LOAD, TierOutcome.CORRUPT) == 0
+    assert audit_side(reader.offload) == []
     reader.engine.close()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,48 +22,17 @@ from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.transfer import node
 from tests.captured_logs import capture_logs
 from tests.gates import ManualExecutor
-from tests.reference.rig import BLOCK, KINDS, Rig, rig, text
+from tests.reference.rig import BLOCK, KINDS, Engines, Rig, rig, text
 
 PROMPT = text(1, 10 * BLOCK)
 BLOCKS = len(PROMPT) // BLOCK - 1  # the last token is computed, and with it the last block
 
 
-class Engines:
-    """Starts engines beside each other in one folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._running = dict[int, ExitStack]()
-
-    def start(
-        self,
-        kind: str = "full",
-        host_blocks: int = 200,
-        ranks: int = 1,
-        replicas: int = 1,
-        **extra: Any,  # noqa: ANN401
-    ) -> Rig:
-        settings = {"host_path": self.folder, **extra}
-        running = ExitStack()
-        options = {"ranks": ranks, "replicas": replicas, "host_blocks": host_blocks}
-        made = running.enter_context(rig(kind, extra=settings, **options))
-        self._running[id(made)] = running
-        made.drain()
-        return made
-
-    def stop(self, made: Rig) -> None:
-        self._running.pop(id(made)).close()
-
-    def stop_all(self) -> None:
-        for running in [*self._running.values()]:
-            running.close()
-
-
 @pytest.fixture
-def engines(shared_memory: Path) -> Iterator[Engines]:
-    made = Engines(shared_memory)
-    yield made
-    made.stop_all()
+def engines(engines: Engines, shared_memory: Path) -> Engines:
+    """Return what starts engines in one folder."""
+    engines.settings["host_path"] = shared_memory
+    return engines
 
 
 def look(made: Rig) -> NodeCatalog:
@@ -326,7 +294,7 @@ def take_over(engines: Engines, owner: Rig) -> None:
 def start_smaller(engines: Engines, owner: Rig) -> None:
     """Start an engine that cuts the owner's memory, and ends before its first step."""
     engines.stop(owner)
-    with rig(host_blocks=2, extra={"host_path": engines.folder}, starts_ready=False):
+    with rig(host_blocks=2, extra=engines.settings, starts_ready=False):
         pass
 
 
@@ -418,13 +386,15 @@ def test_r21_a_block_that_one_rank_cannot_read_is_lost_for_all(
     assert losses(reader) == {"gone": BLOCKS}
 
 
-def test_blocks_of_an_engine_that_has_ended_are_found_until_its_memory_is_removed(engines: Engines) -> None:
+def test_blocks_of_an_engine_that_has_ended_are_found_until_its_memory_is_removed(
+    engines: Engines, shared_memory: Path
+) -> None:
     owner, reader = engines.start(), engines.start()
     owner.run(PROMPT)
     engines.stop(owner)
     look(reader)
     assert fetched(reader) == BLOCKS
-    shutil.rmtree(engines.folder / next(engines.folder.iterdir()).name / "0")
+    shutil.rmtree(next(shared_memory.iterdir()) / "0")
     assert look(reader).is_empty
 
 
@@ -526,7 +496,7 @@ def test_r21_after_another_engines_reset_a_restart_adopts_nothing(engines: Engin
 def test_r21_a_reset_before_the_ranks_have_reported_counts_too(engines: Engines) -> None:
     first, second = [engines.start() for _ in range(2)]
     first.run(PROMPT)
-    with rig(host_blocks=200, extra={"host_path": engines.folder}, starts_ready=False) as early:
+    with rig(host_blocks=200, extra=engines.settings, starts_ready=False) as early:
         early.offload.reset()
     assert look(second).is_empty
     assert fetched(second) == 0

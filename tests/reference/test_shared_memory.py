@@ -6,11 +6,10 @@ import gc
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -21,7 +20,7 @@ from kvoffload.runtime import rank_memory, worker_side
 from kvoffload.transfer import host_file
 from tests.captured_logs import capture_logs
 from tests.copy_jobs import device_job
-from tests.reference.rig import BLOCK, KINDS, Rig, rig, slot_bytes, text
+from tests.reference.rig import BLOCK, KINDS, Engines, Rig, rig, slot_bytes, text
 
 PROMPT = text(1, 10 * BLOCK)
 NONE: Mapping[str, object] = {}
@@ -33,24 +32,19 @@ StartEngine = Callable[..., Rig]
 
 
 @pytest.fixture
-def start() -> Iterator[StartEngine]:
-    """Yield a function that ends the previous engine and starts another one."""
-    with ExitStack() as running:
+def start(engines: Engines) -> StartEngine:
+    """Return a function that ends the previous engine and starts another one."""
 
-        def begin(
-            kind: str = "full",
-            shared: tuple[int, int] = (2, 2),
-            extra: Mapping[str, object] = NONE,
-            **options: Any,  # noqa: ANN401
-        ) -> Rig:
-            running.pop_all().close()
-            ranks, replicas = shared
-            settings = {"host_blocks": HOST_BLOCKS, **options}
-            made = running.enter_context(rig(kind, ranks=ranks, replicas=replicas, extra=extra, **settings))
-            made.drain()
-            return made
+    def begin(
+        kind: str = "full",
+        shared: tuple[int, int] = (2, 2),
+        extra: Mapping[str, object] = NONE,
+        host_blocks: int = HOST_BLOCKS,
+    ) -> Rig:
+        ranks, replicas = shared
+        return engines.next(kind, ranks=ranks, replicas=replicas, host_blocks=host_blocks, **extra)
 
-        yield begin
+    return begin
 
 
 def memory_bytes(made: Rig) -> float:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.remote.http_servers import S3Server
 from tests.remote.servers import Bucket, Mooncake, Moto, Reached
-from tests.remote.sharing import Served, StartEngine
+from tests.remote.sharing import Sharer, StartEngine
 
 
 @pytest.fixture(scope="session")
@@ -62,8 +62,8 @@ def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def start() -> Iterator[StartEngine]:
     with ExitStack() as running:
 
-        def begin(url: str, kind: str = "full", **settings: object) -> Served:
-            made = Served(url, kind, **settings)  # type: ignore[arg-type]
+        def begin(url: str, kind: str = "full", **settings: object) -> Sharer:
+            made = Sharer(url, kind, **settings)  # type: ignore[arg-type]
             running.callback(made.engine.close)
             return made
 

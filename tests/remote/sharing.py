@@ -4,41 +4,29 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 
-from kvoffload.engine import Engine, SamplingParams
-from kvoffload.model.causes import TierOutcome
-from kvoffload.model.events import TierCopyEnded
 from kvoffload.model.wire import Direction, Tier
-from kvoffload.runtime.scheduler_side import SchedulerSide
 from kvoffload.telemetry.catalogue import TierState, tier_state
-from kvoffload_reference.plugin import ReferencePlugin
 from tests.core.audit import audit_side
-from tests.engine.tiny import assert_same, taken
+from tests.engine.tiny import assert_same
 from tests.reference.rig import BLOCK, TOLERANCE, config_of, plain, text
+from tests.reference.served import NEW_TOKENS, Served
 
 PROMPT = text(1, 10 * BLOCK)
-NEW_TOKENS = 4
 HOST_BLOCKS = 400
 PATIENCE_S = 30.0
 
 
-class Served:
-    """A real engine with the plugin and real threads, connected to a real remote tier."""
+class Sharer(Served):
+    """An engine that is connected to a real remote tier."""
 
     def __init__(
         self, url: str | None, kind: str = "full", *, ranks: int = 1, replicas: int = 1, **extra: object
     ) -> None:
         self.kind = kind
-        self.plugin = ReferencePlugin()
         settings = {"remote_url": url, "remote_timeout_s": 5.0, **extra} if url is not None else extra
-        config = config_of(kind, ranks=ranks, replicas=replicas, host_blocks=HOST_BLOCKS, extra=settings)
-        self.engine = Engine(config, self.plugin, clock=time.monotonic)
-        self.copies: list[TierCopyEnded] = []
-        self.offload.bus.count(TierCopyEnded, self.copies.append)
-
-    @property
-    def offload(self) -> SchedulerSide:
-        assert self.plugin.offload is not None
-        return self.plugin.offload
+        super().__init__(
+            config_of(kind, ranks=ranks, replicas=replicas, host_blocks=HOST_BLOCKS, extra=settings)
+        )
 
     @property
     def namespace(self) -> str:
@@ -62,7 +50,7 @@ class Served:
             while not is_so() and time.monotonic() < pause:
                 self.engine.step()
 
-    def opened(self) -> Served:
+    def opened(self) -> Sharer:
         """Step until each rank has a connection and host memory, without which fetches are impossible."""
         state = self.offload.state.asked
         assert state is not None
@@ -74,12 +62,8 @@ class Served:
         return self
 
     def run(self, prompt: Sequence[int] = PROMPT) -> None:
-        """Serve one request with an empty device cache."""
-        assert self.engine.pool.reset_prefix_cache()
-        stream = self.engine.submit(prompt, SamplingParams(NEW_TOKENS))
-        while self.engine.has_work:
-            self.engine.step()
-        assert_same(taken(stream), plain(self.kind, tuple(prompt), NEW_TOKENS), TOLERANCE)
+        """Serve one request with an empty device cache, and check its tokens."""
+        assert_same(self.answer(prompt), plain(self.kind, tuple(prompt), NEW_TOKENS), TOLERANCE)
         assert audit_side(self.offload) == []
 
     def share(self, prompt: Sequence[int] = PROMPT) -> None:
@@ -101,8 +85,5 @@ class Served:
     def until(self, state: TierState) -> None:
         self.step_until(lambda: self.tier is state)
 
-    def copied(self, way: Direction, outcome: TierOutcome = TierOutcome.DONE) -> int:
-        return sum(each.blocks for each in self.copies if (each.direction, each.outcome) == (way, outcome))
 
-
-StartEngine = Callable[..., Served]
+StartEngine = Callable[..., Sharer]

@@ -1,7 +1,7 @@
 """Checks that a real remote tier's failures cost only hits: no token is wrong, and no request or shutdown
 waits too long.
 
-`Served.run` compares every answer with the answer of an engine without offloading.
+`Sharer.run` compares every answer with the answer of an engine without offloading.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.captured_logs import capture_logs
 from tests.reference.rig import BLOCK, slot_bytes, text
 from tests.remote.http_servers import Proxy
 from tests.remote.servers import Bucket, Mooncake, SecureBucket, resume, suspend
-from tests.remote.sharing import PATIENCE_S, Served, StartEngine
+from tests.remote.sharing import PATIENCE_S, Sharer, StartEngine
 
 if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore
@@ -64,7 +64,7 @@ def proxy(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
         made.restore()
 
 
-def meet(first: Served, second: Served) -> None:
+def meet(first: Sharer, second: Sharer) -> None:
     """Serve other prompts until the second engine finds blocks that the first engine has shared."""
     had, ends = second.copied(LOAD), time.monotonic() + 3 * PATIENCE_S
     for seed in itertools.count(100):
@@ -78,7 +78,7 @@ def meet(first: Served, second: Served) -> None:
 
 
 def check_gone_and_back(
-    first: Served, second: Served, fail: Callable[[], object], restore: Callable[[], object]
+    first: Sharer, second: Sharer, fail: Callable[[], object], restore: Callable[[], object]
 ) -> list[dict[str, Any]]:
     """Check that engines share blocks before and after a failure of the remote tier; return the log lines."""
     for prompt in PROMPTS[:2]:
@@ -206,13 +206,13 @@ def test_r17_a_full_or_read_only_bucket_is_read(start: StartEngine, proxy: Proxy
     first.share(PROMPTS[2])
 
 
-def errors(engine: Served) -> dict[str, float]:
+def errors(engine: Sharer) -> dict[str, float]:
     """Return the number of errors by kind, summed over the scheduler's side and all ranks."""
     series = engine.offload.gauges()["kvoffload_remote_errors_total"]
     return {kind: number for (kind,), number in series.items()}
 
 
-def check_refused(engine: Served, reason: str, prompts: Iterator[Sequence[int]]) -> None:
+def check_refused(engine: Sharer, reason: str, prompts: Iterator[Sequence[int]]) -> None:
     """Check that the remote tier refuses blocks, that one line logs this, and that the tier stays open."""
     with capture_logs() as lines:
         for _ in range(2):
@@ -313,7 +313,7 @@ def test_r17_values_of_another_writer_in_a_bucket_are_not_used(
     check_corrupt(second)
 
 
-def check_corrupt(engine: Served) -> None:
+def check_corrupt(engine: Sharer) -> None:
     engine.run()
     assert engine.copied(LOAD) == 0
     assert engine.copied(LOAD, TierOutcome.CORRUPT) > 0
@@ -339,7 +339,7 @@ def test_r17_with_refused_credentials_the_tier_is_not_used_and_no_secret_is_logg
     assert not any(secret in str(lines) for secret in (*bucket.secrets, "wrong"))
 
 
-def check_not_used(engine: Served, reason: str) -> list[dict[str, Any]]:
+def check_not_used(engine: Sharer, reason: str) -> list[dict[str, Any]]:
     """Check that the engine cannot open the tier and serves without it; return the log lines."""
     with capture_logs() as lines:
         engine.step_until(lambda: [line["event"] for line in lines].count("remote_fails") == 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,18 @@ from kvoffload.model.wire import Tier
 from kvoffload.node.folder import list_kept
 from kvoffload.runtime import host_catalog
 from tests.captured_logs import capture_logs
-from tests.reference.rig import BLOCK, Rig, rig, text
+from tests.reference.rig import BLOCK, Engines, Rig, rig, text
 
 PROMPT = text(1, 10 * BLOCK)
 
 
-class Lives:
-    """Starts engines one after the other in one folder."""
+class Lives(Engines):
+    """Starts engines one after the other in one folder, and collects what each says about its memory."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__()
+        self.settings["host_path"] = self.folder = folder
         self.opened: list[HostMemoryOpened] = []
-        self._running = ExitStack()
-
-    def end(self) -> None:
-        self._running.pop_all().close()
 
     def live(self, **extra: Any) -> int:  # noqa: ANN401  # settings
         """Serve the prompt in a life of its own; return how many blocks it leaves."""
@@ -37,11 +33,9 @@ class Lives:
         made.run(PROMPT)
         return len(made.offload.state.pool.index)
 
-    def begin(self, *, opens: bool = True, **extra: object) -> Rig:
-        self.end()
+    def begin(self, *, opens: bool = True, **extra: Any) -> Rig:  # noqa: ANN401  # settings
+        made = self.next(ranks=2, starts_ready=False, drains=False, **extra)
         self.opened.clear()
-        settings = {"host_path": self.folder, **extra}
-        made = self._running.enter_context(rig(ranks=2, host_blocks=200, extra=settings, starts_ready=False))
         made.offload.bus.count(HostMemoryOpened, self.opened.append)
         if opens:
             made.portal.advance()
@@ -54,7 +48,7 @@ class Lives:
 def lives(shared_memory: Path) -> Iterator[Lives]:
     made = Lives(shared_memory)
     yield made
-    made.end()
+    made.stop_all()
 
 
 def gauge(made: Rig, name: str) -> dict[str, float]:
@@ -116,7 +110,7 @@ def test_metric_event_and_log_say_why_nothing_was_adopted(
     lives.live(weights_id="a")
     if cause is Adoption.RESET:
         lives.begin(weights_id="a").offload.reset()
-    lives.end()
+    lives.stop_all()
     if cause is Adoption.TABLE_REFUSED:
         (table,) = lives.folder.glob("same/0/table")
         table.write_bytes(b"KV")
