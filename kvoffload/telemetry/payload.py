@@ -61,12 +61,12 @@ class Changes:
         """
         counters, now = self._source.counters, self.now()
         if is_busy:
-            return self._take(self._next_metrics(now))
+            return self._message(self._next_metrics(now))
         if counters.changes == self._changes and now < self.next_s:
             return None
         self._changes, self._left = counters.changes, ()
         self.next_s = now + _APART_S
-        return self._take(CATALOGUE)
+        return self._message(CATALOGUE)
 
     def _next_metrics(self, now: float) -> Sequence[Metric]:
         """Return the metrics of a busy engine's next message."""
@@ -77,7 +77,7 @@ class Changes:
         self.next_s = now if self._left else now + _APART_S
         return metrics
 
-    def _take(self, metrics: Sequence[Metric]) -> Payload | None:
+    def _message(self, metrics: Sequence[Metric]) -> Payload | None:
         counters, payload = self._source.counters, Payload()
         read = self._source.gauges(metrics), counters.take_samples(metrics)
         for metric, series in all_series(counters.counts, *read, metrics):
