@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from kvoffload.cli.exits import Exit
+from kvoffload.cli.main import main
 from tests.one_thread import one_thread
 
 if TYPE_CHECKING:
@@ -26,6 +28,15 @@ JOURNALED = (
     "demo --model tiny --conversations 6 --turns 4 --first-tokens 400 --turn-tokens 30 --answer-tokens 5 "
     "--device-blocks 80 --host-bytes 4MiB"
 )
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """Run the command with wrong usage; return the only line that it prints."""
+    code = main(argv)
+    out, err = capsys.readouterr()
+    assert (code, out, err.count("\n")) == (Exit.USAGE, "", 1)
+    assert err.startswith("kvoffload: error: ")
+    return err
 
 
 @pytest.fixture(scope="session")

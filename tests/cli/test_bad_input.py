@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kvoffload.cli.demo.play import Player
-from kvoffload.cli.exits import Exit
-from kvoffload.cli.main import main
+from tests.cli.conftest import error_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,16 +25,6 @@ def _nothing_is_played(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     left = [thread.name for thread in threading.enumerate() if thread not in before]
     assert left == []
-
-
-def refusal(capsys: pytest.CaptureFixture[str], argv: list[str]) -> str:
-    """Run the command; check that it prints a single line on standard error, and return the line."""
-    assert main(argv) == Exit.USAGE
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert err.startswith("kvoffload: error: ")
-    assert "Traceback" not in err
-    return err
 
 
 slow = pytest.mark.slow
@@ -62,7 +51,7 @@ slow = pytest.mark.slow
 def test_impossible_options_are_a_one_line_error_that_names_every_problem(
     more: list[str], said: list[str], small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = refusal(capsys, [*small, *more])
+    error = error_of(capsys, *small, *more)
     assert [words for words in said if words not in error] == []
     assert "num_blocks" not in error
 
@@ -70,11 +59,11 @@ def test_impossible_options_are_a_one_line_error_that_names_every_problem(
 def test_a_port_that_is_taken(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert str(port) in refusal(capsys, [*small, "--serve-metrics", str(port)])
+        assert str(port) in error_of(capsys, *small, "--serve-metrics", str(port))
 
 
 def test_no_such_plugin(
     small: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvoffload.engine.plugin.entry_points", lambda group: ())
-    assert "no engine plugin is called 'kvoffload'" in refusal(capsys, small)
+    assert "no engine plugin is called 'kvoffload'" in error_of(capsys, *small)

@@ -67,8 +67,7 @@ def run_json(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = Ex
 
 
 @slow
-@pytest.mark.parametrize("policy", ["eager", "lazy"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "policy"), [*((kind, "eager") for kind in KINDS), ("full", "lazy")])
 def test_outputs_are_equal_and_tokens_are_saved(
     kind: str, policy: str, small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,16 +14,8 @@ import kvoffload
 from kvoffload.cli import main as command
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.main import main, make_parser
+from tests.cli.conftest import error_of
 from tests.tooling.scripts import ROOT
-
-
-def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    """Run the command with wrong usage; return the line that it prints."""
-    code = main(argv)
-    out, err = capsys.readouterr()
-    assert (code, out, err.count("\n")) == (Exit.USAGE, "", 1)
-    assert err.startswith("kvoffload: error: ")
-    return err
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,36 +133,27 @@ def test_bad_values(capsys: pytest.CaptureFixture[str], option: str, value: str)
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("where", "error", "code", "said"),
     [
-        (CommandError("no such thing"), Exit.USAGE, "error: no such thing"),
-        (KeyboardInterrupt(), Exit.INTERRUPTED, "interrupted"),
+        ("demo.command.run", CommandError("no such thing"), Exit.USAGE, "error: no such thing"),
+        ("demo.command.run", KeyboardInterrupt(), Exit.INTERRUPTED, "interrupted"),
+        ("signals.handle", KeyboardInterrupt(), Exit.INTERRUPTED, "interrupted"),  # before there are handlers
     ],
 )
 def test_an_exception_in_a_command_is_printed_as_one_line(
+    where: str,
     error: BaseException,
     code: Exit,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def run(_: object) -> int:
+    def run(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr("kvoffload.cli.demo.command.run", run)
+    monkeypatch.setattr(f"kvoffload.cli.{where}", run)
     assert main(["demo"]) == code
     assert capsys.readouterr() == ("", f"kvoffload: {said}\n")
-
-
-def test_ctrl_c_before_signal_handlers_are_installed_prints_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("kvoffload.cli.signals.handle", interrupted)
-    assert main(["demo"]) == Exit.INTERRUPTED
-    assert capsys.readouterr() == ("", "kvoffload: interrupted\n")
 
 
 BLOCKED = """

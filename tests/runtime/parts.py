@@ -28,6 +28,7 @@ from tests.settings import make_config
 BLOCK = 4
 RELOAD = 3 * BLOCK  # the number of tokens that `Side.stored` leaves on the host
 TIMEOUT_S = 30.0
+PER_TOKEN_S = 0.01  # what `measure_prefill` lets a side measure
 SHAPE = EngineShape(
     (GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK),), ranks=1, device_blocks=400, step_tokens=64
 )
@@ -196,3 +197,13 @@ def loading(side: Side, name: str = "a") -> TransferPlan:
     plan = side.step()
     assert plan.loads
     return plan
+
+
+def measure_prefill(side: Side) -> None:
+    """Compute one request alone, then let the engine be idle, so that the side measures the prefill's speed."""
+    side.seen("measured", "m")
+    side.allocated("measured")
+    side.step(prefill=100)
+    side.clock.jump(100 * PER_TOKEN_S)
+    side.ended("measured")
+    side.clock.jump(1000.0)

@@ -7,9 +7,8 @@ from kvoffload.model.config import AUTO
 from kvoffload.model.events import LookupDeferred, NetBenefitTurned, WaitEnded
 from kvoffload.model.ids import RequestId
 from kvoffload.runtime.break_even import NEVER_TOKENS, BreakEven, BusyShare
-from tests.runtime.parts import RELOAD, Side, loading, storing
+from tests.runtime.parts import PER_TOKEN_S, RELOAD, Side, loading, measure_prefill, storing
 
-PER_TOKEN_S = 0.01
 COMPUTING_S = RELOAD * PER_TOKEN_S  # the duration of computing the tokens of one load
 
 
@@ -23,16 +22,6 @@ def waited(side: Side, reason: str = "own_load") -> float:
 
 def lost(side: Side, direction: str) -> float:
     return side.gauge("interference_seconds_total", direction)
-
-
-def measure_prefill(side: Side) -> None:
-    """Compute one request alone, then let the engine be idle, so that the side measures the prefill's speed."""
-    side.seen("measured", "m")
-    side.allocated("measured")
-    side.step(prefill=100)
-    side.clock.jump(100 * PER_TOKEN_S)
-    side.ended("measured")
-    side.clock.jump(1000.0)
 
 
 def load(side: Side, name: str = "a", wait_s: float = 0.0) -> None:

@@ -20,7 +20,7 @@ from kvoffload.model.wire import Direction, JobReport, TransferPlan
 from kvoffload.runtime import disk_catalog
 from tests.captured_logs import capture_logs
 from tests.core import below
-from tests.runtime.parts import BLOCK, IDENTITY, RELOAD, TIMEOUT_S, Side, loading, storing
+from tests.runtime.parts import BLOCK, IDENTITY, RELOAD, TIMEOUT_S, Side, loading, measure_prefill, storing
 
 LOAD, STORE = Direction.LOAD, Direction.STORE
 
@@ -103,13 +103,8 @@ def fetched(side: Side, name: str, prefix: str, seconds: float) -> RequestId:
 
 
 def measure(side: Side) -> None:
-    """Let the side measure 10 ms of prefill per token, and loads that take no time."""
-    side.seen("measured", "m")
-    side.allocated("measured")
-    side.step(prefill=100)
-    side.clock.jump(1.0)
-    side.ended("measured")
-    side.clock.jump(1000.0)
+    """Let the side measure the prefill's speed, and loads that take no time."""
+    measure_prefill(side)
     side.done(loading(side))
 
 

@@ -27,7 +27,7 @@ DEVICE = FakeDevice(8, pages=[64, 32])
 SLOT_BYTES = DEVICE.layout.slot_bytes
 
 
-class Side:
+class Worker:
     """A worker's side with ten slots, on a portal that the test advances."""
 
     def __init__(self) -> None:
@@ -50,23 +50,23 @@ class Side:
 
 
 @pytest.fixture
-def fresh() -> Iterator[Side]:
-    side = Side()
-    yield side
-    side.copier.release()
-    side.side.close()
-    side.portal.close()
+def fresh() -> Iterator[Worker]:
+    worker = Worker()
+    yield worker
+    worker.copier.release()
+    worker.side.close()
+    worker.portal.close()
 
 
 @pytest.fixture
-def made(fresh: Side) -> Side:
+def made(fresh: Worker) -> Worker:
     """Return a side whose host memory is ready."""
     assert fresh.side.register(fresh.device.layout) == 10  # half of the bytes are one too few for 11 slots
     fresh.portal.advance()
     return fresh
 
 
-def test_the_start_logs_the_host_size_and_its_ratio_to_the_device(fresh: Side) -> None:
+def test_the_start_logs_the_host_size_and_its_ratio_to_the_device(fresh: Worker) -> None:
     config = OffloadConfig(host_bytes=28 * SLOT_BYTES)
     with capture_logs() as logged:
         side = WorkerSide(Rank(1), 2, config, fresh.portal, copier=fresh.copier)
@@ -78,7 +78,7 @@ def test_the_start_logs_the_host_size_and_its_ratio_to_the_device(fresh: Side) -
 
 
 def test_host_memory_becomes_ready_in_the_background_and_is_reported(
-    fresh: Side, caplog: pytest.LogCaptureFixture
+    fresh: Worker, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     fresh.side.register(fresh.device.layout)
@@ -92,7 +92,7 @@ def test_host_memory_becomes_ready_in_the_background_and_is_reported(
     assert "host_memory_ready rank=1 gib=0.0 blocks=10 seconds=0.0" in caplog.text
 
 
-def test_a_block_in_several_pieces_is_refused_if_the_layout_must_be_contiguous(fresh: Side) -> None:
+def test_a_block_in_several_pieces_is_refused_if_the_layout_must_be_contiguous(fresh: Worker) -> None:
     config = OffloadConfig(host_bytes=2**20, layout="blocks")
     side = WorkerSide(Rank(0), 1, config, fresh.portal, clock=fresh.clock, copier=fresh.copier)
     problem = r"layout is 'blocks', but the engine keeps a block .* in 2 pieces; set layout"
@@ -103,7 +103,7 @@ def test_a_block_in_several_pieces_is_refused_if_the_layout_must_be_contiguous(f
 
 
 def test_a_plans_blocks_are_stored_and_loaded_back_without_a_warning(
-    made: Side, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    made: Worker, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = made.device.read(1)
     store = made.plan(Direction.STORE, slot=3, block=1)
@@ -122,7 +122,7 @@ def test_a_plans_blocks_are_stored_and_loaded_back_without_a_warning(
     assert "".join(capsys.readouterr()) == ""
 
 
-def test_close_waits_for_the_copies_that_were_started(made: Side) -> None:
+def test_close_waits_for_the_copies_that_were_started(made: Worker) -> None:
     made.side.start_loads(made.plan(Direction.LOAD))
     [ticket] = made.copier.open_tickets
 
@@ -138,7 +138,7 @@ def test_close_waits_for_the_copies_that_were_started(made: Side) -> None:
     made.side.close()
 
 
-def test_close_abandons_a_copy_that_never_ends_and_keeps_its_memory(made: Side) -> None:
+def test_close_abandons_a_copy_that_never_ends_and_keeps_its_memory(made: Worker) -> None:
     made.side.start_loads(made.plan(Direction.LOAD))
     pump = made.side.pump
     made.side.close()
@@ -149,7 +149,7 @@ def test_close_abandons_a_copy_that_never_ends_and_keeps_its_memory(made: Side) 
 
 
 @pytest.mark.parametrize("is_registered", [True, False])
-def test_close_works_before_memory_is_ready(fresh: Side, is_registered: bool) -> None:
+def test_close_works_before_memory_is_ready(fresh: Worker, is_registered: bool) -> None:
     if is_registered:
         fresh.side.register(fresh.device.layout)
     fresh.side.close()
@@ -159,7 +159,7 @@ def test_close_works_before_memory_is_ready(fresh: Side, is_registered: bool) ->
 
 
 def test_close_survives_a_copier_that_cannot_close(
-    made: Side, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    made: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse() -> None:
         raise RuntimeError("busy")
@@ -169,7 +169,7 @@ def test_close_survives_a_copier_that_cannot_close(
     assert "worker_not_closed rank=1" in caplog.text
 
 
-def end_later(made: Side) -> None:
+def end_later(made: Worker) -> None:
     """End all open copies when a second has passed."""
 
     async def end_them() -> None:
@@ -179,7 +179,9 @@ def end_later(made: Side) -> None:
     made.portal.spawn(end_them)
 
 
-def test_unregistering_waits_for_copies_keeps_stores_and_fails_loads_whose_bytes_are_lost(made: Side) -> None:
+def test_unregistering_waits_for_copies_keeps_stores_and_fails_loads_whose_bytes_are_lost(
+    made: Worker,
+) -> None:
     made.side.start_loads(made.plan(Direction.LOAD))
     made.side.start_stores(made.plan(Direction.STORE, slot=3, block=2))
     before = made.device.read(2)
@@ -197,7 +199,7 @@ def test_unregistering_waits_for_copies_keeps_stores_and_fails_loads_whose_bytes
     assert made.device.read(2) == before
 
 
-def test_jobs_that_arrive_while_the_memory_is_away_fail_without_a_copy(made: Side) -> None:
+def test_jobs_that_arrive_while_the_memory_is_away_fail_without_a_copy(made: Worker) -> None:
     made.side.unregister()
     batches = len(made.copier.tickets)
     made.side.start_loads(made.plan(Direction.LOAD))
@@ -207,7 +209,7 @@ def test_jobs_that_arrive_while_the_memory_is_away_fail_without_a_copy(made: Sid
     assert len(made.copier.tickets) == batches
 
 
-def test_unregistering_fails_after_the_time_limit_and_copies_go_on(made: Side) -> None:
+def test_unregistering_fails_after_the_time_limit_and_copies_go_on(made: Worker) -> None:
     made.side.start_loads(made.plan(Direction.LOAD))
     with pytest.raises(CopyError, match="copies still use the KV cache after transfer_timeout_s = 2 s"):
         made.side.unregister()
@@ -219,7 +221,7 @@ def test_unregistering_fails_after_the_time_limit_and_copies_go_on(made: Side) -
     assert made.outcomes() == {1: CopyOutcome.DONE, 2: CopyOutcome.DONE}
 
 
-def test_after_a_restore_with_other_tensors_copies_use_these(made: Side) -> None:
+def test_after_a_restore_with_other_tensors_copies_use_these(made: Worker) -> None:
     other = FakeDevice(8, pages=[64, 32], seed=1)
     before = made.device.read(2)
     made.copier.release()
@@ -233,7 +235,7 @@ def test_after_a_restore_with_other_tensors_copies_use_these(made: Side) -> None
         made.side.restore(FakeDevice(9, pages=[64, 32]).layout)
 
 
-def test_without_the_portal_unregistering_fails_queued_stores_and_waits_for_the_rest(made: Side) -> None:
+def test_without_the_portal_unregistering_fails_queued_stores_and_waits_for_the_rest(made: Worker) -> None:
     made.side.start_loads(made.plan(Direction.LOAD))
     made.side.start_stores(made.plan(Direction.STORE, slot=1))
     made.copier.release()
@@ -244,12 +246,12 @@ def test_without_the_portal_unregistering_fails_queued_stores_and_waits_for_the_
     made.portal.is_dead = False
 
 
-def test_before_registration_there_is_nothing_to_unregister(fresh: Side) -> None:
+def test_before_registration_there_is_nothing_to_unregister(fresh: Worker) -> None:
     fresh.side.unregister()
     fresh.side.restore()
 
 
-def test_the_end_of_the_portals_thread_is_noticed(made: Side) -> None:
+def test_the_end_of_the_portals_thread_is_noticed(made: Worker) -> None:
     made.side.start_loads(made.plan(Direction.LOAD))
     made.side.start_stores(made.plan(Direction.STORE, slot=1))
     made.portal.is_dead = True
@@ -260,7 +262,7 @@ def test_the_end_of_the_portals_thread_is_noticed(made: Side) -> None:
     made.portal.is_dead = False
 
 
-def test_copies_on_a_lost_portal_are_drained_on_another(made: Side) -> None:
+def test_copies_on_a_lost_portal_are_drained_on_another(made: Worker) -> None:
     made.side.start_loads(made.plan(Direction.LOAD))
     made.copier.release()
     made.portal.is_dead = True
@@ -269,7 +271,7 @@ def test_copies_on_a_lost_portal_are_drained_on_another(made: Side) -> None:
     made.portal.is_dead = False
 
 
-def test_the_end_of_the_transfer_coroutine_is_noticed(made: Side) -> None:
+def test_the_end_of_the_transfer_coroutine_is_noticed(made: Worker) -> None:
     pump = made.side.pump
     made.side._tasks[1].cancel()
     made.portal.advance()
@@ -293,7 +295,7 @@ def test_the_first_rank_of_each_machine_checks_the_memory_for_all_its_ranks(
     assert portal.close(PATIENCE_S)
 
 
-def test_a_step_without_copies_makes_few_calls(made: Side) -> None:
+def test_a_step_without_copies_makes_few_calls(made: Worker) -> None:
     def step() -> None:
         made.side.begin_step(NOTHING)
         made.side.start_loads(NOTHING)

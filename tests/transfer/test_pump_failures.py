@@ -69,20 +69,16 @@ async def test_of_jobs_that_are_copied_together_only_the_bad_one_fails(
     ]
 
 
-async def test_a_batch_that_fails_after_it_timed_out_is_not_copied_again(rig: Rig) -> None:
+@pytest.mark.parametrize("why", ["it has timed out", "the device is lost"])
+async def test_a_failed_batch_is_not_copied_again_in_parts(rig: Rig, why: str) -> None:
     rig.pump.submit_loads([load(1, [1], [1]), load(2, [2], [2])])
     with capture_logs():
-        await rig.clock.advance(TIMEOUT_S + 1)
-        rig.copier.tickets[0].fail()
-        await rig.clock.advance(TIMEOUT_S)
-        assert rig.outcomes() == {1: FAILED, 2: FAILED}
-    assert len(rig.copier.tickets) == 1
-
-
-async def test_nothing_is_copied_again_on_a_lost_device(rig: Rig) -> None:
-    rig.pump.submit_loads([load(1, [1], [1]), load(2, [2], [2])])
-    with capture_logs():
-        rig.copier.tickets[0].query_error = DeviceLost("an illegal address")
+        if why == "it has timed out":
+            await rig.clock.advance(TIMEOUT_S + 1)
+            rig.copier.tickets[0].fail()
+            await rig.clock.advance(TIMEOUT_S)
+        else:
+            rig.copier.tickets[0].query_error = DeviceLost("an illegal address")
         assert rig.outcomes() == {1: FAILED, 2: FAILED}
     assert len(rig.copier.tickets) == 1
 

@@ -19,30 +19,6 @@ STEP_TOKENS = 512
 _HOST_BLOCKS = 4096
 
 
-def full() -> Any:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    return FullAttentionSpec(**_size())
-
-
-def window(tokens: int) -> Any:
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    return SlidingWindowSpec(sliding_window=tokens, **_size())
-
-
-def chunked(tokens: int) -> Any:
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
-
-    return ChunkedLocalAttentionSpec(attention_chunk_size=tokens, **_size())
-
-
-def _size() -> dict[str, Any]:
-    import torch
-
-    return {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-
-
 @contextmanager
 def scheduling(folder: Path, specs: Sequence[Any], device_blocks: int, **options: Any) -> Iterator[Line]:
     """Yield a scheduler with one KV cache group for each of the specs, and with `device_blocks` usable blocks."""
@@ -85,10 +61,11 @@ def _transfer_config() -> Any:
 
 @dataclass
 class Line:
-    """A scheduler whose stores end in the step in which they start, and whose loads end unless the test holds them."""
+    """A scheduler whose stores end in the step in which they start, and whose loads succeed unless the test holds them."""
 
     scheduler: Any
     holds_loads: bool = False
+    stores_end: CopyOutcome = CopyOutcome.DONE
     loads: dict[JobId, DeviceJob] = field(default_factory=dict)
     preempted: int = 0
     cached: dict[str, int] = field(default_factory=dict)
@@ -180,9 +157,8 @@ class Line:
         loaded = [] if self.holds_loads else list(self.loads.values())
         for job in loaded:
             del self.loads[job.id]
-        ended = [
-            JobReport(job.id, job.direction, CopyOutcome.DONE, 0, 0.0, 0.0) for job in (*plan.stores, *loaded)
-        ]
+        ended = [JobReport(job.id, job.direction, self.stores_end, 0, 0.0, 0.0) for job in plan.stores]
+        ended += [JobReport(job.id, job.direction, CopyOutcome.DONE, 0, 0.0, 0.0) for job in loaded]
         report = TransferReport(Rank(0), tuple(ended), _HOST_BLOCKS)
         received = {job.extra for job in loaded} | {*answers.without_copy}
         return KVConnectorOutput(

@@ -74,6 +74,30 @@ def adapter(
         scheduler.close()
 
 
+def full_spec() -> Any:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return FullAttentionSpec(**_attention())
+
+
+def window_spec(tokens: int) -> Any:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return SlidingWindowSpec(sliding_window=tokens, **_attention())
+
+
+def chunked_spec(tokens: int) -> Any:
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
+
+    return ChunkedLocalAttentionSpec(attention_chunk_size=tokens, **_attention())
+
+
+def _attention() -> dict[str, Any]:
+    import torch
+
+    return {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+
+
 def make_request(name: str, prompt: Sequence[int], hash_tokens: int = BLOCK, **fields: Any) -> Any:
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256

@@ -25,8 +25,8 @@ from kvoffload.transfer import factory
 from tests.cuda_emulator import Emulator, Engine, build
 from tests.runtime.manual_portal import ManualPortal
 from tests.vllm.engine_rig import MARKS, prompt
-from tests.vllm.line_rig import Line, full, make_scheduler, scheduling
-from tests.vllm.scheduler_rig import BLOCK
+from tests.vllm.line_rig import Line, make_scheduler, scheduling
+from tests.vllm.scheduler_rig import BLOCK, full_spec
 
 pytestmark = MARKS
 
@@ -140,9 +140,9 @@ def sharing(folder: Path, specs: Sequence[Any], **options: Any) -> Iterator[Shar
 
 
 GROUPS: Mapping[str, Any] = {
-    "full": lambda: [full()],
+    "full": lambda: [full_spec()],
     # Each rank has all tokens of a draft model. vLLM refuses sliding windows.
-    "draft": lambda: [full(), replace(full(), dcp_sharded=False)],
+    "draft": lambda: [full_spec(), replace(full_spec(), dcp_sharded=False)],
 }
 
 
@@ -164,7 +164,7 @@ def test_each_rank_gets_its_own_tokens_back(folder: Path, kind: str, options: di
 
 
 def test_bytes_of_another_rank_are_noticed(folder: Path) -> None:
-    with sharing(folder, [full()]) as line:
+    with sharing(folder, [full_spec()]) as line:
         text = prompt(1, 70)
         line.put_on_host_only(text)
         arenas = [worker.side.pump._arena for worker in line.workers[:2]]

@@ -59,28 +59,18 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[checkpoints.Ki
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [1, 10])
 def test_r18_the_next_engine_finds_all_put_blocks(
-    before: Callable[[checkpoints.Kind], Before], kind: checkpoints.Kind, tmp_path: Path
+    before: Callable[[checkpoints.Kind], Before], kind: checkpoints.Kind, share: int, tmp_path: Path
 ) -> None:
+    """On a tenth of the host, a prompt has more than a quarter of the blocks."""
     was = before(kind)
-    with living(kind, was.copy(tmp_path)) as life:
+    with living(kind, was.copy(tmp_path), host_blocks=HOST_BLOCKS[kind] // share) as life:
         assert life.restored > 0
-        answers = life.ask()
-        check_same(answers, was.answers)
-        assert {answer.cached for answer in answers.values()} == {CACHED}
-        assert life.copied(LOAD) > 0
-        life.rig.check_clean()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_prompts_of_more_than_a_quarter_of_the_host_are_found(
-    before: Callable[[checkpoints.Kind], Before], kind: checkpoints.Kind, tmp_path: Path
-) -> None:
-    was = before(kind)
-    with living(kind, was.copy(tmp_path), host_blocks=HOST_BLOCKS[kind] // 10) as life:
         answers = life.ask_without_device()
         check_same(answers, was.answers)
         assert {answer.cached for answer in answers.values()} == {CACHED}
+        assert life.copied(LOAD) > 0
         life.rig.check_clean()
 
 

@@ -161,26 +161,6 @@ def test_r1_a_lookup_without_an_allocation_keeps_nothing(hands: Hands) -> None:
 # -- stores -------------------------------------------------------------------------------------------------------------
 
 
-def test_r4_a_failed_store_cannot_hit(hands: Hands) -> None:
-    rig, held = hands
-    asked = Asked(prompt(21))
-    expected = truth(rig, asked)
-    rig.forget()
-    held.copier.hold()
-    rig.ask("a", asked)
-    rig.until(partial(rig.is_done, "a"))
-    while rig.scheduler.has_requests():
-        for store in held.stores:
-            store.tear()
-        rig.step()
-    held.copier.release()
-    assert rig.slots(SlotState.READY) == 0
-    assert rig.scheduler.reset_prefix_cache()
-    reported = rig.run({"b": asked})["b"]
-    assert reported.cached == 0
-    assert same(reported, expected)
-
-
 def test_while_stores_are_held_their_blocks_stay_in_use_and_vllm_keeps_stepping(hands: Hands) -> None:
     """Hold all stores while requests need more blocks than the device has (R5), then reset (R10)."""
     rig, held = hands

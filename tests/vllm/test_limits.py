@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,16 @@ from kvoffload.model.wire import TransferReport
 from kvoffload_vllm.pool_device import group_suffix
 from tests.vllm.adapter.stand_ins import group
 from tests.vllm.engine_rig import MARKS
-from tests.vllm.scheduler_rig import BLOCK, BLOCKS, adapter, make_request, step_output, table
+from tests.vllm.scheduler_rig import (
+    BLOCK,
+    BLOCKS,
+    adapter,
+    full_spec,
+    make_request,
+    step_output,
+    table,
+    window_spec,
+)
 
 pytestmark = MARKS
 
@@ -25,61 +35,38 @@ UNIT = BLOCK // 4
 VALUES = st.sampled_from([None, True, -1, 1.5, "64", [8]]) | st.integers(0, MOST * BLOCK)
 
 
-def peers_answer(request: Any, device_tokens: int, held: Sequence[set[int]], windows: Sequence[int]) -> int:
-    """Return how many tokens vLLM's own scheduler would load, if its tier holds these positions of each group."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as peer
-    from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
+def peers_answer(
+    request: Any, device_tokens: int, held: Sequence[set[int]], specs: Sequence[Any], unit: int = BLOCK
+) -> int:
+    """Return how many tokens vLLM's own scheduler would load.
 
-    specs = [full_spec(), *map(window_spec, windows)]
-    configs = tuple(
-        peer.GroupOffloadConfig(
-            number, BLOCK, BLOCK, 1, None, peer.get_sliding_window_size_in_chunks(spec, BLOCK), spec, None
-        )
-        for number, spec in enumerate(specs)
-    )
-    status = peer.RequestOffloadState(
-        peer.SchedulerOffloadConfig(configs, 1, BLOCK, 1, False, False),
-        request,
-        ReqContext(request.request_id, request.kv_transfer_params),
-        peer.RequestOffloadingContext(),
-    )
-    status.update_offload_keys()
-    status.num_locally_computed_tokens = device_tokens
-    keys = {
-        make_offload_key(request.block_hashes[position], group)
-        for group, positions in enumerate(held)
-        for position in positions
-    }
-    scheduler = peer.OffloadingConnectorScheduler.__new__(peer.OffloadingConnectorScheduler)
-    scheduler.config = status.config
-    scheduler._lookup_groups = tuple(range(len(specs)))
-    scheduler._sliding_window_groups = tuple(range(1, len(specs)))
-    scheduler._mamba_align_size = None
-    scheduler._chunks_being_loaded = set()
-    scheduler._events_tracker = SimpleNamespace(record_lookup=lambda *_: None)
-    scheduler.manager = SimpleNamespace(
-        lookup=lambda key, _: LookupResult.HIT if key in keys else LookupResult.MISS
-    )
-    return scheduler._lookup_complete_chunks(status)
-
-
-def peers_answer_with_tails(request: Any, device_tokens: int, held: Sequence[set[int]]) -> int:
-    """Return how many tokens vLLM's own scheduler would load, with one attention group and one recurrent group.
-
-    Its tier holds the blocks that end after these numbers of hashes.
+    Args:
+        request: a request that vLLM's scheduler knows.
+        device_tokens: how many of its tokens the device has.
+        held: for each group, the blocks in its tier, each by the number of hashes at its end.
+        specs: the groups' specs, of which only the first one is of full attention.
+        unit: the tokens of a hash.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as peer
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
-    ratio = BLOCK // UNIT
-    configs = (
-        peer.GroupOffloadConfig(0, BLOCK, BLOCK, ratio, None, None, full_spec(), None),
+    ends_inside = unit < BLOCK
+    configs = tuple(
         peer.GroupOffloadConfig(
-            1, BLOCK, BLOCK, ratio, None, 1, state_spec(), None, requires_cow_source=True
-        ),
+            number,
+            BLOCK,
+            BLOCK,
+            BLOCK // unit,
+            None,
+            peer.get_sliding_window_size_in_chunks(spec, BLOCK),
+            spec,
+            None,
+            **({"requires_cow_source": True} if ends_inside and number else {}),
+        )
+        for number, spec in enumerate(specs)
     )
     status = peer.RequestOffloadState(
-        peer.SchedulerOffloadConfig(configs, 1, UNIT, 1, False, True),
+        peer.SchedulerOffloadConfig(configs, 1, unit, 1, False, ends_inside),
         request,
         ReqContext(request.request_id, request.kv_transfer_params),
         peer.RequestOffloadingContext(),
@@ -93,24 +80,16 @@ def peers_answer_with_tails(request: Any, device_tokens: int, held: Sequence[set
     }
     scheduler = peer.OffloadingConnectorScheduler.__new__(peer.OffloadingConnectorScheduler)
     scheduler.config = status.config
-    scheduler._lookup_groups = (0, 1)
-    scheduler._sliding_window_groups = (1,)
-    scheduler._mamba_align_size = scheduler._partial_tail_block_size = BLOCK
+    scheduler._lookup_groups = tuple(range(len(specs)))
+    scheduler._sliding_window_groups = tuple(range(1, len(specs)))
+    scheduler._mamba_align_size = scheduler._partial_tail_block_size = BLOCK if ends_inside else None
     scheduler._max_eagle_proof_margin, scheduler._eagle_proof_margins = 0, {}
     scheduler._chunks_being_loaded = set()
-    ignore = lambda *_: None  # noqa: E731  # two names for one empty method
-    scheduler._events_tracker = SimpleNamespace(record_lookup=ignore, record_partial_lookup=ignore)
+    scheduler._events_tracker = Mock()
     scheduler.manager = SimpleNamespace(
         lookup=lambda key, _: LookupResult.HIT if key in keys else LookupResult.MISS
     )
-    return scheduler._lookup(status)
-
-
-def full_spec() -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    return FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    return scheduler._lookup(status) if ends_inside else scheduler._lookup_complete_chunks(status)
 
 
 def state_spec() -> Any:
@@ -118,15 +97,6 @@ def state_spec() -> Any:
     from vllm.v1.kv_cache_interface import MambaSpec
 
     return MambaSpec(block_size=BLOCK, shapes=((8,),), dtypes=(torch.float32,), mamba_cache_mode="align")
-
-
-def window_spec(tokens: int) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    return SlidingWindowSpec(
-        block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=tokens
-    )
 
 
 def hold(scheduler: Any, request: Any, held: Sequence[Iterable[int]]) -> None:
@@ -163,7 +133,9 @@ def test_property_a_limit_on_loads_means_what_it_means_to_vllms_own_connector(
         hold(scheduler, request, held)
         scheduler.on_new_request(request)
         found, _ = scheduler.get_num_new_matched_tokens(request, device_tokens)
-    assert found == peers_answer(request, device_tokens, held, windows)
+    ends = [{position + 1 for position in positions} for positions in held]
+    specs = [full_spec(), *map(window_spec, windows)]
+    assert found == peers_answer(request, device_tokens, ends, specs)
 
 
 @given(
@@ -196,7 +168,7 @@ def test_property_a_hit_that_ends_inside_a_block_is_at_least_that_of_vllms_own_c
         )
         scheduler.on_new_request(request)
         found, _ = scheduler.get_num_new_matched_tokens(request, device_tokens)
-    expected = peers_answer_with_tails(request, device_tokens, there)
+    expected = peers_answer(request, device_tokens, there, [full_spec(), state_spec()], UNIT)
     assert found >= expected
     end = (device_tokens + found) // UNIT
     if found > expected:

@@ -1,20 +1,23 @@
-"""Tests the adapter's scheduler side with vLLM's own requests: sessions whose input comes in parts, and new blocks
-after a reset.
+"""Tests the adapter's scheduler side with vLLM's own requests: sessions whose input comes in parts, new blocks after a
+reset, and failed stores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.facts import StepScheduled
 from kvoffload.model.ids import RequestId
 from tests.core.audit import audit_side
 from tests.vllm.engine_rig import MARKS, prompt
-from tests.vllm.scheduler_rig import BLOCK, adapter, make_request, step_output, table
+from tests.vllm.line_rig import scheduling
+from tests.vllm.scheduler_rig import BLOCK, adapter, full_spec, make_request, step_output, table
 
 pytestmark = MARKS
 
@@ -121,3 +124,16 @@ def test_statistics_that_raise_end_and_the_engine_goes_on(
             assert scheduler.get_kv_connector_stats() is None
         assert caplog.text.count("observer_removed") == 1
         assert scheduler.offload.counters.snapshot().total("kvoffload_bus_removed_total") == 1
+
+
+def test_r4_a_failed_store_cannot_hit(folder: Path) -> None:
+    with scheduling(folder, [full_spec()], 100) as line:
+        line.stores_end = CopyOutcome.FAILED
+        for name in "ab":
+            line.ask(name, prompt(1))
+            assert line.finish()
+            assert line.scheduler.reset_prefix_cache()
+        counts = line.scheduler.connector.offload.counters.snapshot()
+        assert counts.count("kvoffload_store_blocks_total", "failed") > 0
+        assert not line.core.state.pool.index
+        assert line.cached["b"] == 0

@@ -13,16 +13,16 @@ import pytest
 
 from kvoffload.core.request import Requests
 from tests.vllm.engine_rig import MARKS, prompt
-from tests.vllm.line_rig import Line, chunked, full, scheduling, window
-from tests.vllm.scheduler_rig import BLOCK
+from tests.vllm.line_rig import Line, scheduling
+from tests.vllm.scheduler_rig import BLOCK, chunked_spec, full_spec, window_spec
 
 pytestmark = MARKS
 
 NO_RULE = patch.object(Requests, "has_room", return_value=True)
 KINDS: dict[str, Callable[[], list[Any]]] = {
-    "full": lambda: [full()],
-    "windows": lambda: [full(), window(96), window(96), window(96)],
-    "chunks": lambda: [full(), chunked(128), chunked(128)],
+    "full": lambda: [full_spec()],
+    "windows": lambda: [full_spec(), *[window_spec(96)] * 3],
+    "chunks": lambda: [full_spec(), *[chunked_spec(128)] * 2],
 }
 PREFIX, TAIL = 704, 512  # 22 and 16 blocks
 

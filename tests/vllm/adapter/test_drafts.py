@@ -12,8 +12,16 @@ import pytest
 
 from tests.vllm.adapter.stand_ins import group
 from tests.vllm.engine_rig import MARKS
-from tests.vllm.scheduler_rig import BLOCK, adapter, make_request, step_output, table
-from tests.vllm.test_limits import full_spec, hold, window_spec
+from tests.vllm.scheduler_rig import (
+    BLOCK,
+    adapter,
+    full_spec,
+    make_request,
+    step_output,
+    table,
+    window_spec,
+)
+from tests.vllm.test_limits import hold
 
 pytestmark = MARKS
 

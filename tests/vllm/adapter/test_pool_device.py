@@ -28,6 +28,18 @@ def test_a_block_with_fewer_references_than_leases_is_reported() -> None:
 
 
 @on_vllm
+def test_leases_are_compared_with_vllms_reference_counts() -> None:
+    from tests.vllm.scheduler_rig import adapter
+
+    with adapter(32) as (scheduler, pool):
+        device, (block,) = scheduler._device, pool.get_new_blocks(1)
+        leases = {DeviceBlockId(block.block_id): 1}
+        assert device.lease_problems(leases) == []
+        block.ref_cnt -= 1  # as if vLLM had freed a block that we lease
+        assert len(device.lease_problems(leases)) == 1
+
+
+@on_vllm
 @pytest.mark.parametrize("hook", POOL_HOOKS)
 def test_each_hook_passes_the_pool_to_the_device(hook: str) -> None:
     from vllm.v1.core.block_pool import BlockPool
