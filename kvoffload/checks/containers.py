@@ -54,20 +54,28 @@ def _of_kserve(documents: list[Any], maps: Mapping[str, object]) -> Iterator[Con
     """Yield the vLLMs that KServe's own script starts for LLMInferenceServices: those without a command in the text."""
     for one in documents:
         spec = _at(one, "spec")
-        if _at(one, "kind") != "LLMInferenceService" or _at(spec, "runtime"):  # another runtime than vLLM
+        if _at(one, "kind") != "LLMInferenceService":
             continue
         for workload in (spec, _at(spec, "prefill")):
             containers = _at(workload, "template", "containers")
             for main in containers if isinstance(containers, list) else ():
                 if isinstance(main, dict) and main.get("name") == "main" and not main.get("command"):
-                    yield _with_script(_of_mapping(main, maps), _at(workload, "parallelism", "tensor"))
+                    unread = [f"$(spec.{key})" for key in ("baseRefs", "runtime") if _at(spec, key)]
+                    yield _with_script(_of_mapping(main, maps), workload, unread)
 
 
-def _with_script(main: Container, ranks: object) -> Container:
-    """Return a container with the arguments that KServe's script puts before those in the text."""
-    parallel = ("--tensor-parallel-size", text_of(ranks)) if ranks else ()
-    more = split_script(main.environ.get("VLLM_ADDITIONAL_ARGS", ""))
-    return replace(main, arguments=("/mnt/models", *parallel, *more, *main.arguments))
+def _with_script(main: Container, workload: object, unread: list[str]) -> Container:
+    """Return a container with the arguments that KServe's script puts before those in the text.
+
+    Placeholders stand for the arguments that KServe makes of `unread`, of other parallelism and of several nodes.
+    """
+    parallelism = _at(workload, "parallelism")
+    ranks = parallelism if isinstance(parallelism, dict) else {}
+    words = ["--tensor-parallel-size", text_of(ranks["tensor"])] if ranks.get("tensor") else []
+    words += split_script(main.environ.get("VLLM_ADDITIONAL_ARGS", ""))
+    several_nodes = ["$(worker)"] if _at(workload, "worker") else []
+    unread = [*unread, *(f"$(parallelism.{key})" for key in ranks if key != "tensor"), *several_nodes]
+    return replace(main, arguments=("/mnt/models", *words, *main.arguments, *unread))
 
 
 def _at(value: object, *keys: str) -> object:

@@ -59,12 +59,13 @@ class Changes:
             is_busy: whether the engine has requests or copies. If so, the message has only the next few metrics, and
                 the caller waits until `next_s`.
         """
-        counters, now = self._source.counters, self.now()
+        now, changes = self.now(), self._source.counters.changes
         if is_busy:
             return self._message(self._next_metrics(now))
-        if counters.changes == self._changes and now < self.next_s:
+        if changes == self._changes and now < self.next_s:
             return None
-        self._changes, self._left = counters.changes, ()
+        self._changes = changes
+        self._left = ()
         self.next_s = now + _APART_S
         return self._message(CATALOGUE)
 
@@ -73,7 +74,8 @@ class Changes:
         if not self._left:
             self._left = CATALOGUE
             self._changes = -1  # so that the next message of an idle engine has all metrics
-        metrics, self._left = self._left[:_AT_ONCE], self._left[_AT_ONCE:]
+        metrics = self._left[:_AT_ONCE]
+        self._left = self._left[_AT_ONCE:]
         self.next_s = now if self._left else now + _APART_S
         return metrics
 

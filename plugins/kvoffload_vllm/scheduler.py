@@ -250,7 +250,7 @@ class VllmScheduler:
     def get_kv_connector_stats(self) -> KVOffloadStats | None:
         """Return the changes of the metrics since the last call; None without changes.
 
-        While requests or copies exist, a step returns the changes of a few metrics, and each metric once a second.
+        While requests or copies exist, a step returns the changes of a few metrics, and of each metric at most once a second.
         """
         changes = self._changes
         if changes is None:

@@ -221,17 +221,28 @@ spec:
 
 def test_kserves_own_script_gives_an_inference_service_its_arguments() -> None:
     wanted = ["/mnt/models", "--tensor-parallel-size", "2", "--x", '{"y": 1}']
-    side = "  worker: {containers: [{name: main, image: img}]}\n"
-    for text in (SERVICE, SERVICE + side, SERVICE + "  prefill: {template: {containers: main}}\n"):
+    for text in (SERVICE, SERVICE + "  prefill: {template: {containers: main}}\n"):
         found = find([text])
         assert (list(found.arguments), found.image, found.environ["A"]) == (wanted, "img", "b")
     assert list(find([f"{SERVICE}        args: [--z]\n"]).arguments) == [*wanted, "--z"]
     assert list(find([f"{SERVICE}        command: [engine, serve, M]\n"]).arguments) == ["M"]
-    with_runtime = SERVICE.replace("  model:", "  runtime: another\n  model:")
-    assert list(find([with_runtime]).arguments) == ["--pool", "x"]
     prefill = "  prefill: {template: {containers: [{name: main, image: other}]}}\n"
     with pytest.raises(ConfigError, match=r"each of 2 containers could be the engine's \(img, other\)"):
         find([SERVICE + prefill])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "unread"),
+    [
+        ("  model:", "  baseRefs: [{name: fast}]\n  model:", "$(spec.baseRefs)"),
+        ("  model:", "  runtime: another\n  model:", "$(spec.runtime)"),
+        ("tensor: 2", "tensor: 2, data: 4", "$(parallelism.data)"),
+        ("  model:", "  worker: {containers: [{name: main, image: img}]}\n  model:", "$(worker)"),
+    ],
+)
+def test_what_kserve_adds_from_elsewhere_is_not_known(before: str, after: str, unread: str) -> None:
+    found = find([SERVICE.replace(before, after)])
+    assert (found.image, found.placeholders) == ("img", [unread])
 
 
 def test_a_unit_of_systemd_sets_variables() -> None:
