@@ -253,8 +253,9 @@ def _longest_prefix(setup: Setup) -> Finding | None:
             "any prompt that fits the device fits host memory, through which blocks of lower tiers pass"
         )
     return warn(
-        f"of a prompt with more than {slots:,} blocks, disk and remote tier give back only the first {slots:,}, because "
-        "blocks pass through host memory",
+        f"a prompt with more than {slots:,} blocks does not fit host memory, through which blocks of lower tiers pass: it "
+        f"comes back in parts; with several KV cache groups, or if the engine fails requests whose load fails, only its "
+        f"first {slots:,} blocks do",
         f"raise host_bytes above the longest prompt's KV, with {size_text(block * setup.copies)} for each block",
     )
 

@@ -228,7 +228,9 @@ class Store(DeviceJob, eq=False):
 
 
 class Load(DeviceJob, kw_only=True, eq=False):
-    """A job that copies blocks from the host to the device for one request. `extra` is the request's id.
+    """A job that copies blocks from the host to the device for one request.
+
+    `extra` is the request's id; None if other parts of the same load follow.
 
     Args:
         record: the request.

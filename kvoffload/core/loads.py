@@ -7,7 +7,8 @@
 `Lookups.lookup` searches (`match.longest_match`), pins the slots it finds and keeps the answer in the request's
 record (R1). The matching allocation takes the answer (`take`); a repeated lookup, the request's end or a reset drops it
 (`drop`). Every load that the engine waits for gets exactly one result (`_answer`). After a failure, the engine
-recomputes the tokens. Memory is released later, when every rank has ended its copy (`ended`).
+recomputes the tokens. Memory is released later, when every rank has ended its copy (`ended`). A prefix that is longer
+than the host is loaded by several jobs (see `parts`), and the engine hears only of the last one.
 
 Engines keep few recurrent states, and a hit needs a state at its end. If a longer hit lacks only that state, the lookup
 records a *shared-prefix boundary*: the engine is asked to hand off the state at the end of the longer hit, so that the
@@ -19,12 +20,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import itemgetter
 
-from kvoffload.core.jobs import Failure, Load
+from kvoffload.core.jobs import Failure, Fetch, Load
 from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.machine import RequestEvent, RequestState
 from kvoffload.core.match import find_in_tail, longest_match
+from kvoffload.core.parts import Parts
 from kvoffload.core.planners import StorePlanner
-from kvoffload.core.request import PendingHit, RequestRecord, from_fields
+from kvoffload.core.request import PendingHit, RequestRecord, Rest, from_fields
 from kvoffload.core.state import CoreState, LoadResults
 from kvoffload.model import events
 from kvoffload.model.causes import (
@@ -48,10 +50,11 @@ _hit = from_fields(PendingHit)
 class Lookups:
     """Answers lookups. The only writer of `RequestRecord.hit` and `boundary`."""
 
-    def __init__(self, state: CoreState, lower_tiers: LowerTiers) -> None:
+    def __init__(self, state: CoreState, lower_tiers: LowerTiers, parts: Parts) -> None:
         self._state = state
         self._in_flight = state.in_flight
         self._lower_tiers = lower_tiers
+        self._parts = parts
 
     def lookup(
         self, record: RequestRecord, device_tokens: int, full_tokens: int = 0, *, may_wait: bool
@@ -77,22 +80,37 @@ class Lookups:
             if (self._lower_tiers.look(record, hit) or record.awaits_answer) and may_wait:
                 self._not_yet(record, Deferral.FETCH)
                 return None
-            cause = self._lower_tiers.cause(record, hit.missing, hit.cause)
-            hit = hit if cause is hit.cause else hit._replace(cause=cause)
+            hit = self._lower_tiers.explain(record, hit)
         if hit.slots and state.requests.reserved:
             allowed = self._beside_loads(record, hit, may_wait=may_wait)
             if allowed is None:
                 return None
             hit = allowed
         if hit.slots:
-            state.pool.pin(hit.slots)
-            event = events.HitPinned(
-                record.request, len(hit.slots), device_tokens, hit.tokens - device_tokens
-            )
-            state.tally.events.append(event)
+            hit = self._pin(record, hit, may_wait=may_wait)
         record.hit = hit
         record.waits_for = None
         return hit.tokens - device_tokens
+
+    def _pin(self, record: RequestRecord, hit: PendingHit, *, may_wait: bool) -> PendingHit:
+        """Pin a hit's slots; return the hit, with the rest of its prefix if the prefix is longer than the host."""
+        state = self._state
+        state.pool.pin(hit.slots)
+        if (
+            hit.missing is not None
+            and state.tiers
+            and may_wait
+            and (found := self._parts.find(record, hit)) is not None
+        ):
+            is_limited = record.longest_hit(hit.device_tokens, state.shape) < record.prompt_tokens - 1
+            cause = self._cause(record, found.tokens, found.missing, is_limited=is_limited)
+            rest = found.tokens - hit.tokens
+            hit = hit._replace(tokens=found.tokens, cause=cause, missing=found.missing, rest_tokens=rest)
+            hit = self._lower_tiers.explain(record, hit)
+        tokens = hit.tokens - hit.device_tokens
+        event = events.HitPinned(record.request, len(hit.slots), hit.device_tokens, tokens)
+        state.tally.events.append(event)
+        return hit
 
     def _keeps(self, record: RequestRecord, hit: PendingHit, device_tokens: int, full_tokens: int) -> bool:
         """Keep the last lookup's answer and return True, or drop it and return False."""
@@ -223,7 +241,7 @@ class Lookups:
             cause = MissCause.NO_STATE
         pool = state.pool
         return _hit(
-            (device_tokens, tokens, slots, cause, missing, record.prompt_tokens, pool.losses, pool.fills)
+            (device_tokens, tokens, slots, cause, missing, record.prompt_tokens, pool.losses, pool.fills, 0)
         )
 
     def _cause(
@@ -250,12 +268,14 @@ class Loads:
     Args:
         state: the core's state.
         hits: the answers to lookups that wait for an allocation.
+        parts: fetches the rest of long prefixes.
         planner: the store planner, called after each successful load. `OffloadCore` may replace it.
     """
 
-    def __init__(self, state: CoreState, hits: Lookups, planner: StorePlanner) -> None:
+    def __init__(self, state: CoreState, hits: Lookups, parts: Parts, planner: StorePlanner) -> None:
         self._state = state
         self._hits = hits
+        self._parts = parts
         self.planner = planner
 
     # -- allocations --------------------------------------------------------------------------------------------
@@ -287,8 +307,11 @@ class Loads:
         length = fact.device_tokens + fact.external_tokens
         if hit is None or length > hit.tokens:
             self._state.tally.rejected(RejectionCause.TOKENS_WITHOUT_PIN, record.request)
+        head = length
+        if hit is not None and hit.rest_tokens:
+            head = min(length, hit.tokens - hit.rest_tokens)
         may_load = state.degraded is None and not state.stall.is_on
-        copies = self._copies(record, fact, length) if may_load else None
+        copies = self._copies(record, fact, head) if may_load else None
         slots, blocks = copies or ([], [])
         if hit is None or hit.slots != tuple(slots):  # A load of the whole hit takes over the hit's pins.
             state.pool.pin(slots)
@@ -299,9 +322,13 @@ class Loads:
             return
         record.loaded_tokens = length
         if slots:
-            self._plan(record, slots, blocks, fact.external_tokens)
+            if head < length:
+                size = state.shape.alignment
+                places = slice(head // size, -(-length // size))
+                record.rest = Rest(record.keys[0][places], list(fact.tables[0][places]))
+            self._plan(record, slots, blocks, head - fact.device_tokens)
         else:
-            self._answer(record, record.incarnation, loaded=True)
+            self._answer(record, record.incarnation, loaded=head == length)
 
     def _unpin_hit(self, record: RequestRecord, hit: PendingHit, loading: Sequence[SlotId]) -> None:
         """Unpin a hit's slots, so that the deepest are evicted first (R15). Report how many are not in `loading`."""
@@ -317,9 +344,13 @@ class Loads:
     ) -> None:
         state = self._state
         state.leases.take(blocks)
-        job = Load(self, slots, blocks, record.request, record=record, incarnation=record.incarnation)
+        rest = record.rest
+        waits = record.request if rest is None or not rest.keys else None
+        job = Load(self, slots, blocks, waits, record=record, incarnation=record.incarnation)
         job.concerns[record] = None
         state.jobs.plan(job)
+        if rest is not None:
+            rest.job = job.id
         state.requests.loads(record, slots)
         state.tally.events.append(
             events.LoadScheduled(job.id, record.request, len(slots), tokens, tuple(slots))
@@ -416,9 +447,41 @@ class Loads:
         pool.unpin(job.slots)
         event = events.LoadEnded(job.id, record.request, len(job.slots), LoadOutcome.LOADED, job.copy_s)
         self._state.tally.events.append(event)
+        if job.extra is None:
+            self._parts.make_room(record, job.slots)
+            self.go_on(record, job)
+            return
         self._answer(record, job.incarnation, loaded=True)
         if record.incarnation == job.incarnation and record.state is _RUNNING:
             self.planner.loaded(record)
+
+    # -- loads in parts -----------------------------------------------------------------------------------------
+
+    def go_on(self, record: RequestRecord, job: Load | Fetch) -> None:
+        """Plan the next part of a request's load, if the part waits for this job."""
+        rest = record.rest
+        if rest is None or rest.job != job.id:
+            return
+        slots = self._parts.next(record) if record.state is _LOADING else None
+        if slots is None:
+            self._fail_rest(record, rest)
+        elif slots:
+            count = len(slots)
+            blocks, rest.blocks = rest.blocks[:count], rest.blocks[count:]
+            del rest.keys[:count]
+            self._state.pool.pin(slots)
+            self._plan(record, list(slots), blocks, count * self._state.shape.alignment)
+
+    def stop(self, record: RequestRecord) -> None:
+        """Report a request's load as failed if its next part waits for a fetch. A part that is being loaded ends first."""
+        rest = record.rest
+        if rest is not None and not isinstance(self._state.jobs.open.get(rest.job), Load):
+            self._fail_rest(record, rest)
+
+    def _fail_rest(self, record: RequestRecord, rest: Rest) -> None:
+        event = events.LoadEnded(rest.job, record.request, 0, LoadOutcome.FAILED)
+        self._state.tally.events.append(event)
+        self._answer(record, record.incarnation, loaded=False)
 
     def _distrust(self, job: Load, report: JobReport) -> None:
         """Invalidate a load's host slots after one rank's copy failed, even while other ranks read them (R4).
@@ -443,6 +506,8 @@ class Loads:
         """Report a load's end to the engine, once per load. Update the request if it still waits for the load."""
         state = self._state
         (state.results.loaded if loaded else state.results.failed).append(record.request)
+        if record.incarnation == incarnation:
+            record.rest = None
         if record.state is not _LOADING or record.incarnation != incarnation:
             return
         if loaded:

@@ -9,8 +9,9 @@ All open fetches together fill at most a quarter of the host. A longer prefix is
 the next round after the last one has arrived, until the host has the prefix or lacks room. A round after a request's
 first one fills at most an eighth of the host, and leaves an eighth of the host to other requests, so that they can
 fetch and store, too. Between rounds, the prefix's blocks are held on the host, so that no block is read twice. Of a
-prefix that is longer than the host, only the head is fetched, and the rest is computed; the first such prefix is
-reported.
+prefix that is longer than the host, lookups fetch only the head. The rest comes during the load (`parts`), if the model has
+a single full-attention group and the engine recomputes failed loads. Otherwise the rest is computed, and the first such
+prefix is reported.
 
 After a failed fetch, no other fetch is planned for the requests that waited for it. `TierStore` makes the copies.
 """
@@ -18,7 +19,7 @@ After a failed fetch, no other fetch is planned for the requests that waited for
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -66,6 +67,7 @@ class LowerTiers:
 
     Attributes:
         store: makes the copies. While one of its queues is not empty, the core calls `step`.
+        go_on: called with a request whose load may wait for a fetch, and with the fetch, after the fetch has ended.
     """
 
     def __init__(self, state: CoreState, stores: Stores) -> None:
@@ -73,6 +75,7 @@ class LowerTiers:
         self._stores = stores
         self._in_flight = state.in_flight
         self.store = TierStore(state, self)
+        self.go_on: Callable[[RequestRecord, Fetch], object] = lambda record, job: None
         # A list, because hooks iterate over it, and iterating over a dict takes longer.
         self._fetches = list(self.store.fetches.values())
         self._spilled_at = 0  # the last step in which a spill was planned
@@ -114,7 +117,7 @@ class LowerTiers:
         missing = self._first_missing(record.keys[0][: (record.prompt_tokens - 1) // state.shape.alignment])
         if missing is None:
             return False
-        is_here = state.device.block_of(missing) is not None or _have(state.tiers, missing)
+        is_here = state.device.block_of(missing) is not None or have(state.tiers, missing)
         return is_here or bool(node.neighbours.find((missing,)))
 
     def _wanted(self, record: RequestRecord, asked: HintTier) -> list[BlockKey]:
@@ -141,11 +144,11 @@ class LowerTiers:
         if is_short or limit < max(record.least_tokens, state.policy.min_load_tokens):
             return []
         above = state.tiers[: state.tiers.index(asked)]
-        return [key for key in lacking if not _have(above, key)]
+        return [key for key in lacking if not have(above, key)]
 
     def _seen(self, record: RequestRecord) -> None:
         """Fetch the blocks of an arriving request's prefix that only lower tiers have."""
-        state, tiers = self._state, self._usable(record)
+        state, tiers = self._state, self.usable(record)
         if not (tiers and record.persists and record.reads_cache):
             return
         if record.limits.load_tokens is not None:
@@ -153,7 +156,7 @@ class LowerTiers:
         limit = record.prompt_tokens - 1
         if state.shape.is_one_full_group:
             missing = self._first_missing(record.keys[0][: limit // state.shape.alignment])
-            if missing is None or not (_have(tiers, missing) or state.device.block_of(missing) is not None):
+            if missing is None or not (have(tiers, missing) or state.device.block_of(missing) is not None):
                 return
         on_host = longest_match(state.shape, record.keys, state.pool.index, 0, limit, hashes=record.hashes)
         if on_host.missing is None:
@@ -168,10 +171,10 @@ class LowerTiers:
 
         While the request waits, the prefix's blocks on the host are held.
         """
-        state, tiers, missing = self._state, self._usable(record), hit.missing
+        state, tiers, missing = self._state, self.usable(record), hit.missing
         if not tiers or missing is None:
             return False
-        if state.shape.is_one_full_group and not _have(tiers, missing):
+        if state.shape.is_one_full_group and not have(tiers, missing):
             return False
         index = LayeredIndex(state.pool.index, tiers)
         found = self._search(record, index, hit)
@@ -208,7 +211,7 @@ class LowerTiers:
 
     def may_have(self, record: RequestRecord, missing: BlockKey) -> bool:
         """Return whether a lookup may find a block on a lower tier, or must wait for the answer of one."""
-        return record.persists and (record.awaits_answer or _have(self._state.tiers, missing))
+        return record.persists and (record.awaits_answer or have(self._state.tiers, missing))
 
     def is_awaited(self, record: RequestRecord, device_tokens: int) -> bool:
         """Return whether a request still waits for a fetch that adds tokens to the device's hit.
@@ -233,22 +236,27 @@ class LowerTiers:
                 continue
             jobs.cancel(job)
 
-    def cause(self, record: RequestRecord, missing: BlockKey, cause: MissCause | None) -> MissCause | None:
-        """Return why a block is missing on the host. `cause` is the answer if lower tiers do not explain the miss."""
+    def explain(self, record: RequestRecord, hit: PendingHit) -> PendingHit:
+        """Return a hit with the reason why its first missing block is not on the host, if lower tiers explain it."""
+        missing = hit.missing
+        if missing is None:
+            return hit
         for tier in self._state.tiers:
             if missing in tier.pool.index.parts[missing[0]]:
-                if not _allows(record, tier):
-                    return MissCause.LIMITED
-                if self._state.shape.count_states((missing,)):
-                    return MissCause.NO_STATE
-                return tier.tier.miss_cause
-        if cause in (MissCause.NEVER_SEEN, MissCause.EVICTED):
+                return hit._replace(cause=self._cause(record, tier, missing))
+        if hit.cause in (MissCause.NEVER_SEEN, MissCause.EVICTED):
             for tier in self._state.tiers:
                 if tier.tier.has_slots and not (tier.is_open or tier.is_closed):
-                    return MissCause.TIER_OPENING
-        return cause
+                    return hit._replace(cause=MissCause.TIER_OPENING)
+        return hit
 
-    def _usable(self, record: RequestRecord) -> list[LowerTier]:
+    def _cause(self, record: RequestRecord, tier: LowerTier, missing: BlockKey) -> MissCause | None:
+        """Return why a block that a lower tier has was not fetched."""
+        if not _allows(record, tier):
+            return MissCause.LIMITED
+        return MissCause.NO_STATE if self._state.shape.count_states((missing,)) else tier.tier.miss_cause
+
+    def usable(self, record: RequestRecord) -> list[LowerTier]:
         """Return the tiers from which a fetch for a request may start now.
 
         While a tier is asked for the request's blocks, its earlier answers do not count.
@@ -306,10 +314,16 @@ class LowerTiers:
             cut = (reached - start) * surplus // len(blocks)
             limit = reached - max(cut - cut % alignment, alignment)
 
+    @property
+    def loads_in_parts(self) -> bool:
+        """Return whether the rest of a prefix that is longer than the host is loaded, too, in parts."""
+        shape = self._state.shape
+        return shape.is_one_full_group and shape.promises.recovers_loads and not self._state.growing
+
     def _report_long(self, record: RequestRecord, blocks: int) -> None:
         """Report the first prefix that has more blocks than the host has slots."""
         slots = self._state.pool.capacity
-        if blocks > slots and not (self._has_reported_long or self._state.growing):
+        if blocks > slots and not (self.loads_in_parts or self._has_reported_long or self._state.growing):
             self._has_reported_long = True
             self._state.tally.events.append(PrefixExceedsHost(record.request, blocks, slots))
 
@@ -387,15 +401,20 @@ class LowerTiers:
             record.fetched_from |= dict.fromkeys(keys, job.tier)
             if record.waits_for is not None:
                 self._state.retention.keep(record, slots)
+            if record.rest is not None:
+                self.go_on(record, job)
 
     def settled(self, offers: Sequence[Offer], job: Fetch, outcome: TierOutcome) -> None:
-        """Settle the offers that waited for a fetch. Unless it was cancelled, its requests get no other fetch."""
+        """Settle the offers that waited for a fetch. Unless it was cancelled, its requests get no other fetch.
+
+        A load in parts gets none after a cancelled fetch either, because the tier's blocks may be another engine's by now.
+        """
         if outcome is TierOutcome.DONE:
             self._stores.arrived_otherwise(offers)
             return
         self._stores.offer_again(offers)
-        if outcome is not TierOutcome.CANCELLED:
-            for record in job.wanted:
+        for record in job.wanted:
+            if outcome is not TierOutcome.CANCELLED or record.rest is not None:
                 record.asks_tiers = False
 
 
@@ -403,5 +422,5 @@ def _allows(record: RequestRecord, tier: LowerTier) -> bool:
     return record.limits.tiers is None or tier.tier in record.limits.tiers
 
 
-def _have(tiers: Sequence[LowerTier], key: BlockKey) -> bool:
+def have(tiers: Sequence[LowerTier], key: BlockKey) -> bool:
     return any(key in tier.pool.index.parts[key[0]] and key not in tier.unconfirmed for tier in tiers)

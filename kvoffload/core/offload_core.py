@@ -14,6 +14,7 @@ from kvoffload.core.jobs import DeviceJob, Load, Offer
 from kvoffload.core.loads import Loads, Lookups
 from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.machine import JobState, RequestEvent, RequestState
+from kvoffload.core.parts import Parts
 from kvoffload.core.planners import make_planner, policies_for
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.state import CoreState, Policy
@@ -43,8 +44,10 @@ class OffloadCore:
         self.lower_tiers = LowerTiers(self.state, self.stores)
         self.tier_store = self.lower_tiers.store
         self._planner = make_planner(self.state, self.stores, policy.store_policy)
-        self._hits = Lookups(self.state, self.lower_tiers)
-        self._loads = Loads(self.state, self._hits, self._planner)
+        parts = Parts(self.state, self.lower_tiers)
+        self._hits = Lookups(self.state, self.lower_tiers, parts)
+        self._loads = Loads(self.state, self._hits, parts, self._planner)
+        self.lower_tiers.go_on = self._loads.go_on
         self.take_results = self._loads.take_results
         self._least_tokens = policy.min_load_tokens
         self._new: dict[RequestRecord, None] = {}  # requests that got a block table since the last step
@@ -197,8 +200,9 @@ class OffloadCore:
             if isinstance(job, Load) and job.record is record:
                 state.jobs.drop(job)
                 break
-        if state.tiers and record.state is _SEEN:
+        if state.tiers and (record.state is _SEEN or record.rest is not None):
             self.lower_tiers.leaves(record)
+            self._loads.stop(record)
         self._new.pop(record, None)
         self._table_ended(record)
         state.requests.move(record, RequestEvent.END)
@@ -391,6 +395,7 @@ class OffloadCore:
         live = tuple(state.requests.live.values())
         for record in live:
             self._hits.drop(record, PinDropCause.RESET)
+            self._loads.stop(record)
             record.may_store = False
             self.stores.evictions.forget(record)
             state.requests.load_is_over(record)

@@ -48,6 +48,7 @@ class PendingHit(NamedTuple):
     prompt_tokens: int = 0  #: the request's `prompt_tokens` at the search
     losses: int = 0  #: the host's `SlotPool.losses` at the search
     fills: int = 0  #: the host's `SlotPool.fills` at the search
+    rest_tokens: int = 0  #: how many of `tokens` only lower tiers have; see `Rest`
 
 
 class Watch(Struct, eq=False):
@@ -62,6 +63,20 @@ class Watch(Struct, eq=False):
     keys: tuple[BlockKey, ...]
     offers: dict[RequestRecord, Any] = {}
     is_open: bool = True
+
+
+class Rest(Struct):
+    """The blocks of a load that no job loads yet, because the host has too few slots for all of them. See `Parts`.
+
+    Args:
+        keys: the keys of the blocks, heads first.
+        blocks: the device blocks to load them into, in the same order.
+        job: the job after which the next part is planned: a load of the part before it, or a fetch.
+    """
+
+    keys: list[BlockKey]
+    blocks: list[DeviceBlockId]
+    job: JobId = JobId(-1)
 
 
 class RequestRecord(Struct, eq=False):
@@ -81,6 +96,7 @@ class RequestRecord(Struct, eq=False):
             record.
         table: per group, the device block of each position; None without a table. `BlockTables` writes it.
         hit: the answer to the last lookup, with pinned slots, until an allocation takes it. `Lookups` writes it.
+        rest: what a load in parts still lacks; None without such a load. `Loads` writes it.
         loading: the slots of the request's open load, for which other requests may wait. `Requests` writes it.
         reserved: how many device blocks the request may need in total, from the allocation for its load until it runs;
             0 at all other times. `Requests` writes it.
@@ -128,6 +144,7 @@ class RequestRecord(Struct, eq=False):
     incarnation: int = 0
     table: list[list[DeviceBlockId]] | None = None
     hit: PendingHit | None = None
+    rest: Rest | None = None
     loading: tuple[SlotId, ...] = ()
     reserved: int = 0
     found_tokens: int = 0
@@ -292,8 +309,13 @@ class Requests:
             self.load_is_over(record)
 
     def loads(self, record: RequestRecord, slots: Iterable[SlotId]) -> None:
-        """Record that a job loads these slots for a request, so that other requests can wait for the load."""
+        """Record that a job loads these slots for a request, so that other requests can wait for the load.
+
+        If the load has several parts, others wait for the slots of the first one.
+        """
         record.jobs += 1
+        if record.loading:
+            return
         record.loading = tuple(slots)
         for slot in record.loading:
             self.loading.setdefault(slot, []).append(record)

@@ -60,7 +60,7 @@ class Host(Protocol):
         """Handle that blocks left the host to make room for fetched blocks."""
 
     def fetched(self, job: Fetch, keys: Sequence[BlockKey], slots: Sequence[SlotId], /) -> None:
-        """Handle that lookups can find these blocks of a fetch."""
+        """Handle the end of a fetch. Lookups can find these of its blocks."""
 
     def settled(self, offers: Sequence[Offer], /, job: Fetch, outcome: TierOutcome) -> None:
         """Handle the outcome of some of a fetch's blocks. `offers` waited for it."""
@@ -238,9 +238,12 @@ class Fetches(_Copies[Fetch]):
         super().reported(job, rank, report)
 
     def failed(self, job: Fetch, why: Failure) -> None:
-        if not job.settled:
+        is_first = not job.settled
+        if is_first:
             self._read.unpin(job.read, Came.COPIED)
         super().failed(job, why)
+        if is_first:
+            self._host.fetched(job, (), ())
 
     def _arrived(self, job: Fetch) -> None:
         """Let lookups find the fetched blocks on the host, except blocks that a rank could not read (R4)."""

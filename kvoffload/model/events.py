@@ -199,7 +199,9 @@ class TierCopyEnded(Event, frozen=True):
 
 
 class PrefixExceedsHost(Event, frozen=True):
-    """A prefix on the lower tiers has more blocks than the host has slots. Only the first such prefix is reported.
+    """A prefix on the lower tiers has more blocks than the host has slots, and only its head can be loaded.
+
+    Only the first such prefix is reported.
 
     Args:
         request: the request.

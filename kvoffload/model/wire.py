@@ -62,7 +62,8 @@ class CopyJob(Message, Generic[TargetT, ExtraT], frozen=True):
     `slots` and `targets` have the same length, at least 1.
 
         tier     targets                        extra
-        HOST     device blocks                  the request that waits for the load; None for a store
+        HOST     device blocks                  the request that waits for the load; None for a store, and for a load that
+                                                other parts follow
         NODE     slots of other engines         nothing
         DISK     slots of the ranks' files      for a fetch, every rank's checksum of each slot; empty for a spill
         REMOTE   the blocks' keys               the blocks' namespace in the remote tier

@@ -108,8 +108,8 @@ class VllmWorker:
         if metadata.disk is not None and not self._identity.done():
             self._identity.set_result(metadata.disk)
         for load in metadata.plan.loads:
-            assert load.extra is not None, load
-            self._loading[load.id] = (load.extra, load.targets)
+            if load.extra is not None:  # no other parts of the same load follow
+                self._loading[load.id] = (load.extra, load.targets)
         answers = metadata.answers
         for job in answers.abandoned:
             # A load whose copy has ended is already reported. If the copy still runs, the blocks stay leased, so it is

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from kvoffload.core.machine import SlotState
-from kvoffload.model.causes import Deferral, MissCause, TierOutcome
-from kvoffload.model.events import LookupDeferred, PrefixExceedsHost, TierCopyScheduled
-from kvoffload.model.ids import RequestId, SlotId
+from kvoffload.model.causes import Deferral, TierOutcome
+from kvoffload.model.events import LookupDeferred, PrefixExceedsHost
+from kvoffload.model.ids import SlotId
 from tests.core.disk_world import DiskWorld
+from tests.core.each_tier import CAUSES, LONG, Kind, next_engine, on_each_tier, rounds, wait_for_rounds
 from tests.core.lower_world import LOAD, OTHER, STORE, TEXT, LowerWorld
 from tests.core.remote_world import RemoteWorld
-from tests.core.world import CORRUPT, DONE, FAILED, Req, keys_of
-
-CAUSES = {DiskWorld: MissCause.ON_DISK, RemoteWorld: MissCause.IN_REMOTE}
-
-Kind = type[DiskWorld] | type[RemoteWorld]
-on_each_tier = pytest.mark.parametrize("kind", CAUSES)
+from tests.core.world import CORRUPT, DONE, FAILED, keys_of
 
 
 def states(world: LowerWorld, slots: tuple[SlotId, ...]) -> set[SlotState]:
@@ -112,31 +106,6 @@ def test_r14_one_prefix_on_a_lower_tier_is_fetched_once(kind: Kind) -> None:
 
 # -- prefixes that need several rounds of fetches -----------------------------------------------------------------
 
-LONG = "".join(map(chr, range(33, 33 + 85)))
-"""21 blocks and a token."""
-
-
-def next_engine(kind: Kind, *texts: str, host: int, is_growing: bool = False, blocks: int = 64) -> LowerWorld:
-    """Return an engine with an empty host. Another engine has left these texts on the tier."""
-    sizes: dict[str, Any] = {"disk": blocks} if kind is DiskWorld else {"hints": blocks}
-    first = kind(host=blocks, device=blocks, **sizes)
-    for text in texts:
-        first.serve_twice(text)
-    left: dict[str, Any] = {"before": first} if isinstance(first, DiskWorld) else {"store": first.store}
-    return kind(host=host, is_growing=is_growing, device=blocks, **sizes, **left)
-
-
-def rounds(world: LowerWorld) -> list[int]:
-    """Return how many blocks each fetch was planned for."""
-    return [each.blocks for each in world.reported(TierCopyScheduled) if each.direction is LOAD]
-
-
-def wait_for_rounds(world: LowerWorld, request: Req) -> Req:
-    """Look up a request and end the fetches, until the request is admitted; return the request."""
-    while world.admit(request) is None:
-        world.copy_all()
-    return request
-
 
 @on_each_tier
 def test_a_prefix_that_fills_the_host_is_fetched_in_rounds_and_each_block_is_read_once(kind: Kind) -> None:
@@ -148,20 +117,6 @@ def test_a_prefix_that_fills_the_host_is_fetched_in_rounds_and_each_block_is_rea
     world.load_and_run(request)
     world.end_and_drain(request)
     assert world.reported(PrefixExceedsHost) == []
-
-
-@on_each_tier
-def test_of_a_prefix_that_is_longer_than_the_host_the_head_is_fetched_and_the_first_is_reported(
-    kind: Kind,
-) -> None:
-    world = next_engine(kind, LONG, LONG[::-1], host=16)
-    for number, text in enumerate((LONG, LONG[::-1])):
-        request = wait_for_rounds(world, world.add(f"late{number}", text))
-        assert request.brought == (0, 64)
-        assert world.miss() is CAUSES[kind]
-        world.load_and_run(request)
-        world.end_and_drain(request)
-    assert world.reported(PrefixExceedsHost) == [PrefixExceedsHost(RequestId("late0"), 21, 16)]
 
 
 @on_each_tier

@@ -694,8 +694,11 @@ class World:
         return request
 
     def load_and_run(self, request: Req) -> None:
-        """Let an admitted request load its hit and compute the rest of its text."""
+        """Let an admitted request load its hit, in one or more parts, and compute the rest of its text."""
         self.step_and_copy()
+        while request.state == "loading":
+            assert self.core.has_work, f"{request.name} waits for nothing"
+            self.step_and_copy()
         self.run(request)
 
     def only_on_host(self, text: str) -> None:

@@ -146,6 +146,8 @@ def _renumber_jobs(world: World) -> None:
         if record.awaits_fetch is not None:  # For the core, an ended fetch is the same as no fetch.
             job, tokens = record.awaits_fetch
             record.awaits_fetch = (numbers[job], tokens) if job in numbers else None
+        if record.rest is not None:
+            record.rest.job = numbers[record.rest.job]
     if jobs.last == len(numbers) - 1:
         return
     for each in jobs.open.values():

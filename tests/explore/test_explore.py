@@ -44,6 +44,8 @@ SHOWN_IN = {
     "r7_stale_ids_stay": "window",
     "r8_nothing_is_held": "one request",
     "r9_failed_load_counts_as_loaded": "a load",
+    "r9_first_part_counts_as_the_load": "a load in parts",
+    "r9_rest_of_a_long_load_never_fails": "a load in parts",
     "r10_reset_forgets_nothing": "one request",
     "r10_store_of_before_reset_arrives": "one request",
     "r10_copies_with_tiers_survive_a_reset": "spills",

@@ -176,6 +176,24 @@ WORLDS: Mapping[str, SmallWorld] = {
     "fetches in rounds": SmallWorld(
         texts={"a": LONG, "b": SHORT}, on_disk=(LONG,), faults="fail late reset preempt", host=4, disk=2
     ),
+    # loads in parts, because the prefix is longer than the host, which has the head at the start
+    "a load in parts": SmallWorld(
+        texts=_ONE, on_disk=(LONG,), served=(SHORT,), faults="fail late reset corrupt hang", host=1, disk=2
+    ),
+    "a load in parts on two ranks": SmallWorld(
+        texts=_ONE, on_disk=(LONG,), served=(SHORT,), faults="fail late spoil", ranks=2, host=1, disk=2
+    ),
+    "sharing a load in parts": SmallWorld(
+        on_disk=(LONG,), served=(SHORT,), faults="fail degrade", device=8, host=1, disk=2
+    ),
+    "a load in parts from the store": SmallWorld(
+        texts=_ONE,
+        in_store=(LONG,),
+        served=(SHORT,),
+        faults="late reset evict mute lose restart",
+        host=1,
+        hints=3,
+    ),
     "a window's fetch": SmallWorld(
         _WINDOW, _ONE, "fail reset restart", device=7, host=8, disk=2, on_disk=(LONG,)
     ),

@@ -21,7 +21,7 @@ from kvoffload.core.loads import Loads
 from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.offload_core import OffloadCore
 from kvoffload.core.order import LruOrder
-from kvoffload.core.request import Requests
+from kvoffload.core.request import RequestRecord, Requests
 from kvoffload.core.slots import SlotPool, count, uncount
 from kvoffload.core.stores import Stores
 from kvoffload.core.tier_store import Fetches, Spills, _Copies
@@ -224,6 +224,20 @@ def r13_copies_wait_for_nothing() -> list[Patch]:
         return real(self, way, runs, ())
 
     return [(CudaCopier, "submit", submit)]
+
+
+def r9_first_part_counts_as_the_load() -> list[Patch]:
+    """The engine hears of the end of a long load after its first part."""
+
+    def go_on(self: Loads, record: RequestRecord, job: Job) -> None:
+        self._answer(record, record.incarnation, loaded=True)
+
+    return [(Loads, "go_on", go_on)]
+
+
+def r9_rest_of_a_long_load_never_fails() -> list[Patch]:
+    """A load of which a part cannot be had is never answered."""
+    return [(Loads, "_fail_rest", _nothing)]
 
 
 def r14_shared_load_never_ends() -> list[Patch]:

@@ -36,12 +36,16 @@ def start(engines: Engines, tmp_path: Path) -> StartEngine:
     """Return a function that ends the previous engine and starts another one on the test's folder."""
 
     def begin(
-        kind: str = "full", folder: str = "disk", ranks: int = 1, extra: Mapping[str, object] = NONE
+        kind: str = "full",
+        folder: str = "disk",
+        ranks: int = 1,
+        extra: Mapping[str, object] = NONE,
+        host_blocks: int | None = None,
     ) -> Rig:
         disk_bytes = ranks * (4096 + 400 * (slot_bytes(kind) + 4096))
         settings = {"disk_path": tmp_path / folder, "disk_bytes": disk_bytes, **extra}
-        host_blocks = {"full": 48, "recurrent": 160}.get(kind, 192)
-        return engines.next(kind, ranks=ranks, host_blocks=host_blocks, **settings)
+        usual = {"full": 48, "recurrent": 160}.get(kind, 192)
+        return engines.next(kind, ranks=ranks, host_blocks=host_blocks or usual, **settings)
 
     return begin
 
@@ -95,16 +99,24 @@ def test_r18_the_next_engine_finds_all_put_blocks(start: StartEngine, kind: str,
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_next_engine_reads_each_block_of_a_prefix_longer_than_half_of_the_host_once(
-    start: StartEngine, ranks: int
+@pytest.mark.parametrize(
+    ("host_blocks", "most"),
+    [
+        (48, 29),  # longer than half of the host
+        (12, 30),  # longer than the host, on which a block of the warm start has no room in between
+    ],
+)
+def test_the_next_engine_finds_a_whole_long_prefix_and_reads_its_blocks_once(
+    start: StartEngine, ranks: int, host_blocks: int, most: int
 ) -> None:
     prompt = text(1, 29 * BLOCK + 1)
     writes_all = {"disk_min_hits": 0}
     start(ranks=ranks, extra=writes_all).run(prompt, 1)
     start(folder="another")
-    made = start(ranks=ranks, extra=writes_all)
+    made = start(ranks=ranks, extra=writes_all, host_blocks=host_blocks)
     made.run(prompt, 1)
-    assert copied(made, Direction.LOAD) == made.count("load_blocks", "loaded") == 29
+    assert made.count("load_blocks", "loaded") == 29
+    assert 29 <= copied(made, Direction.LOAD) <= most
     made.assert_clean()
 
 
