@@ -80,37 +80,46 @@ class Lookups:
             if (self._lower_tiers.look(record, hit) or record.awaits_answer) and may_wait:
                 self._not_yet(record, Deferral.FETCH)
                 return None
-            hit = self._lower_tiers.explain(record, hit)
+            hit = self._with_tiers(record, hit, may_wait=may_wait)
         if hit.slots and state.requests.reserved:
             allowed = self._beside_loads(record, hit, may_wait=may_wait)
             if allowed is None:
                 return None
             hit = allowed
         if hit.slots:
-            hit = self._pin(record, hit, may_wait=may_wait)
+            state.pool.pin(hit.slots)
+            event = events.HitPinned(
+                record.request, len(hit.slots), device_tokens, hit.tokens - device_tokens
+            )
+            state.tally.events.append(event)
         record.hit = hit
         record.waits_for = None
         return hit.tokens - device_tokens
 
-    def _pin(self, record: RequestRecord, hit: PendingHit, *, may_wait: bool) -> PendingHit:
-        """Pin a hit's slots; return the hit, with the rest of its prefix if the prefix is longer than the host."""
-        state = self._state
-        state.pool.pin(hit.slots)
-        if (
-            hit.missing is not None
-            and state.tiers
-            and may_wait
-            and (found := self._parts.find(record, hit)) is not None
-        ):
-            is_limited = record.longest_hit(hit.device_tokens, state.shape) < record.prompt_tokens - 1
-            cause = self._cause(record, found.tokens, found.missing, is_limited=is_limited)
-            rest = found.tokens - hit.tokens
-            hit = hit._replace(tokens=found.tokens, cause=cause, missing=found.missing, rest_tokens=rest)
-            hit = self._lower_tiers.explain(record, hit)
-        tokens = hit.tokens - hit.device_tokens
-        event = events.HitPinned(record.request, len(hit.slots), hit.device_tokens, tokens)
-        state.tally.events.append(event)
+    def _with_tiers(self, record: RequestRecord, hit: PendingHit, *, may_wait: bool) -> PendingHit:
+        """Return a hit with the rest of a prefix that is longer than the host, and with the tiers' reason for the miss."""
+        if hit.slots and may_wait:
+            hit = self._with_rest(record, hit)
+        missing, tiers = hit.missing, self._state.tiers
+        if missing is None:
+            return hit
+        for tier in tiers:
+            if missing in tier.pool.index.parts[missing[0]]:
+                return hit._replace(cause=self._lower_tiers.cause(record, tier, missing))
+        if hit.cause in (MissCause.NEVER_SEEN, MissCause.EVICTED):
+            for tier in tiers:
+                if tier.tier.has_slots and not (tier.is_open or tier.is_closed):
+                    return hit._replace(cause=MissCause.TIER_OPENING)
         return hit
+
+    def _with_rest(self, record: RequestRecord, hit: PendingHit) -> PendingHit:
+        found = self._parts.find(record, hit)
+        if found is None:
+            return hit
+        is_limited = record.longest_hit(hit.device_tokens, self._state.shape) < record.prompt_tokens - 1
+        cause = self._cause(record, found.tokens, found.missing, is_limited=is_limited)
+        rest = found.tokens - hit.tokens
+        return hit._replace(tokens=found.tokens, cause=cause, missing=found.missing, rest_tokens=rest)
 
     def _keeps(self, record: RequestRecord, hit: PendingHit, device_tokens: int, full_tokens: int) -> bool:
         """Keep the last lookup's answer and return True, or drop it and return False."""

@@ -236,21 +236,7 @@ class LowerTiers:
                 continue
             jobs.cancel(job)
 
-    def explain(self, record: RequestRecord, hit: PendingHit) -> PendingHit:
-        """Return a hit with the reason why its first missing block is not on the host, if lower tiers explain it."""
-        missing = hit.missing
-        if missing is None:
-            return hit
-        for tier in self._state.tiers:
-            if missing in tier.pool.index.parts[missing[0]]:
-                return hit._replace(cause=self._cause(record, tier, missing))
-        if hit.cause in (MissCause.NEVER_SEEN, MissCause.EVICTED):
-            for tier in self._state.tiers:
-                if tier.tier.has_slots and not (tier.is_open or tier.is_closed):
-                    return hit._replace(cause=MissCause.TIER_OPENING)
-        return hit
-
-    def _cause(self, record: RequestRecord, tier: LowerTier, missing: BlockKey) -> MissCause | None:
+    def cause(self, record: RequestRecord, tier: LowerTier, missing: BlockKey) -> MissCause | None:
         """Return why a block that a lower tier has was not fetched."""
         if not _allows(record, tier):
             return MissCause.LIMITED

@@ -63,7 +63,7 @@ class Retention:
 
     def _fitting(self, record: RequestRecord, slots: Sequence[SlotId]) -> Sequence[SlotId]:
         pool = self._pool
-        room = max(pool.capacity - max(pool.capacity // 4, 1) - len(pool.holds), 0)
+        room = max(pool.capacity - (pool.capacity // 4 or 1) - len(pool.holds), 0)
         if len(slots) <= room:
             return slots
         record.shares = True

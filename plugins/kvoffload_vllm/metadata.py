@@ -12,6 +12,7 @@ from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers
 
 if TYPE_CHECKING:
     from kvoffload.disk.identity import KVIdentity
+    from kvoffload.model.ids import DeviceBlockId
 
 
 @dataclass(slots=True)
@@ -22,11 +23,13 @@ class KVOffloadMetadata(KVConnectorMetadata):  # type: ignore[misc]  # the type 
         plan: the copies to start in this step.
         answers: loads that have ended. The workers report the loads without a finished copy to vLLM.
         disk: the KV identity, from which workers find the disk tier's folder; None in all steps except one.
+        bad_blocks: the device blocks that the `failed` loads without a copy should have filled.
     """
 
     plan: TransferPlan = NOTHING
     answers: LoadAnswers = NO_ANSWERS
     disk: KVIdentity | None = None
+    bad_blocks: frozenset[DeviceBlockId] = frozenset()
 
 
 NO_PLAN = KVOffloadMetadata()

@@ -73,6 +73,8 @@ class Tracked(Struct, eq=False):
         noted: the number of block hashes that have notes for events. A new block table resets the number to 0.
         found_tokens: the number of the request's tokens that were on the device at the last lookup.
         boundary: the number of confirmed tokens from which `ProgressReports` has progress to report.
+        to_load: the request's block table if its last load fills blocks of the table, with the number of tokens before
+            these blocks; else None.
     """
 
     request: Request
@@ -81,6 +83,7 @@ class Tracked(Struct, eq=False):
     noted: int = 0
     found_tokens: int = 0
     boundary: int = 0
+    to_load: tuple[Sequence[Sequence[DeviceBlockId]], int] | None = None
 
     @property
     def trace_parent(self) -> str | None:

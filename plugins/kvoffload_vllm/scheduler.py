@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffload.model import facts
 from kvoffload.model.groups import AttentionKind
-from kvoffload.model.ids import BlockKey, DeviceBlockId, RequestId
+from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.wire import NOTHING
-from kvoffload.runtime.copies import NO_ANSWERS
+from kvoffload.runtime.copies import NO_ANSWERS, LoadAnswers
 from kvoffload_vllm.hints import NO_HINTS, HintReader, session_number
 from kvoffload_vllm.kv_identity import persists
 from kvoffload_vllm.limits import LimitReader
@@ -69,6 +69,7 @@ class VllmScheduler:
         self._device = device
         self._keys = KeyMaker(groups.hash_ratios, groups.ids)
         self._groups = groups.ids
+        self._shape = groups.shape
         self._changes = changes
         self._closed = closed
         self.tier_events = tier_events
@@ -79,7 +80,7 @@ class VllmScheduler:
             if group.kind is AttentionKind.RECURRENT
         }
         """The recurrent groups by vLLM's number: kvoffload's number, and the number of tokens in a block."""
-        self._tail_tokens = groups.shape.tail_tokens
+        self._tail_tokens = self._shape.tail_tokens
         self._limits = LimitReader()
         self._hints = HintReader()
         self._tracked: dict[str, Tracked] = {}
@@ -165,6 +166,7 @@ class VllmScheduler:
         self._progress.allocated(tracked, known)
         block_ids = blocks.get_block_ids()
         table = tuple([block_ids[group] for group in self._groups])
+        tracked.to_load = (table, known) if num_external_tokens else None
         self.offload.allocated(facts.BlocksAllocated(request.request_id, table, known, num_external_tokens))
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
@@ -212,7 +214,9 @@ class VllmScheduler:
         disk = None if self._identification is None else self._identification.step(self.offload)
         if plan is NOTHING and not (answers.without_copy or answers.abandoned) and disk is None:
             return NO_PLAN
-        return KVOffloadMetadata(plan, answers, disk)
+        if not answers.without_copy:
+            return KVOffloadMetadata(plan, answers, disk)
+        return KVOffloadMetadata(plan, answers, disk, self._not_filled(answers))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         reported = connector_output.kv_connector_worker_meta
@@ -292,6 +296,17 @@ class VllmScheduler:
         if tracked is not None:
             self._request_ended(request, holds_blocks=request.num_computed_tokens > 0)
         return self.on_new_request(request)
+
+    def _not_filled(self, answers: LoadAnswers) -> frozenset[DeviceBlockId]:
+        """Return the device blocks that loads should have filled which failed without a copy."""
+        bad = list[DeviceBlockId]()
+        for name in set(answers.failed).intersection(answers.without_copy):
+            tracked = self._tracked.get(name)
+            if tracked is not None and tracked.to_load is not None:
+                table, tokens = tracked.to_load
+                for blocks, group in zip(table, self._shape.groups, strict=True):
+                    bad += blocks[tokens // group.block_tokens :]
+        return frozenset(bad).difference((NULL_BLOCK,))
 
     def _states(
         self, output: SchedulerOutput

@@ -119,6 +119,7 @@ class VllmWorker:
         if answers.without_copy:
             self._received.finished.update(answers.without_copy)
             self._received.failed.update({*answers.without_copy} & {*answers.failed})
+            self._received.bad_blocks.update(metadata.bad_blocks)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Start the step's loads. The copies wait for the kernels that the worker's thread launched before `bind`."""

@@ -14,8 +14,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kvoffload.core.jobs import Load
+from kvoffload.core.loads import Loads
 from kvoffload.core.planners import LazyPlanner
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.wire import Direction
@@ -241,6 +243,13 @@ def failed(on: Stage) -> dict[str, Reported]:
     answers = on.rig.run(on.requests)
     on.copier.fails = False
     return answers
+
+
+def failed_without_copies(on: Stage) -> dict[str, Reported]:
+    """Let every load fail before a worker has a part in it, so that the engine computes the tokens again."""
+    on.put_on_host()
+    with mock.patch.object(Loads, "_copies", return_value=None):
+        return on.rig.run(on.requests)
 
 
 SCENES: Sequence[Scene] = (reloaded, mixed, preempted, aborted, reset)

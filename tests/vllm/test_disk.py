@@ -58,12 +58,13 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Callable[[checkpoints.Ki
     return live
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("share", [1, 10])
+@pytest.mark.parametrize(
+    ("kind", "share"), [*((kind, share) for kind in KINDS for share in (1, 10)), ("qwen3", 20)]
+)
 def test_r18_the_next_engine_finds_all_put_blocks(
     before: Callable[[checkpoints.Kind], Before], kind: checkpoints.Kind, share: int, tmp_path: Path
 ) -> None:
-    """On a tenth of the host, a prompt has more than a quarter of the blocks."""
+    """On a tenth of the host, a prompt has more than a quarter of the blocks; on a twentieth, more than all."""
     was = before(kind)
     with living(kind, was.copy(tmp_path), host_blocks=HOST_BLOCKS[kind] // share) as life:
         assert life.restored > 0

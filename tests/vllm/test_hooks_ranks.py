@@ -88,8 +88,8 @@ class Workers:
         return self._join.aggregate(outputs).kv_connector_output
 
 
-def load() -> dict[str, Any]:
-    job = device_job(LOAD, Direction.LOAD, (0, 1), BLOCKS, REQUEST)
+def load(request: str | None = REQUEST) -> dict[str, Any]:
+    job = device_job(LOAD, Direction.LOAD, (0, 1), BLOCKS, request)
     return {"plan": TransferPlan(loads=(job,))}
 
 
@@ -216,6 +216,21 @@ def test_a_load_without_a_copy_is_reported_by_every_rank() -> None:
     assert workers.step(answers=LoadAnswers(loaded=[REQUEST], without_copy=[REQUEST])).finished_recving == {
         REQUEST
     }
+    end = workers.step(answers=LoadAnswers(failed=[REQUEST], without_copy=[REQUEST]))
+    assert (end.finished_recving, end.failed_recving) == ({REQUEST}, {REQUEST})
+
+
+@pytest.mark.parametrize("outcome", [CopyOutcome.DONE, CopyOutcome.FAILED])
+def test_vllm_hears_of_a_load_in_parts_only_from_its_last_part_or_from_the_scheduler(
+    outcome: CopyOutcome,
+) -> None:
+    workers = Workers()
+    workers.step(**load(None))
+    for copies in workers.copies:
+        copies.end(outcome)
+    end = workers.step()
+    assert (end.finished_recving, end.failed_recving) == (None, None)
+    assert ranks_reported(end) == [0, 1]
     end = workers.step(answers=LoadAnswers(failed=[REQUEST], without_copy=[REQUEST]))
     assert (end.finished_recving, end.failed_recving) == ({REQUEST}, {REQUEST})
 

@@ -16,6 +16,7 @@ from tests.vllm.scenes import (
     Stage,
     aborted,
     failed,
+    failed_without_copies,
     found_one_by_one,
     preempted,
     reloaded,
@@ -55,6 +56,11 @@ def test_scene(on: Stage, scene: Scene) -> None:
     assert not on.different(scene(on))
     gained = on.rig.counts.minus(before)
     assert gained.count("kvoffload_load_blocks_total", "failed" if scene is failed else "loaded") > 0
+    on.rig.check_clean()
+
+
+def test_tokens_are_right_if_loads_fail_without_copies(on: Stage) -> None:
+    assert not on.different(failed_without_copies(on))
     on.rig.check_clean()
 
 
