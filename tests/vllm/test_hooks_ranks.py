@@ -88,7 +88,7 @@ class Workers:
         return self._join.aggregate(outputs).kv_connector_output
 
 
-def load(request: str | None = REQUEST) -> dict[str, Any]:
+def load(request: RequestId | None = REQUEST) -> dict[str, Any]:
     job = device_job(LOAD, Direction.LOAD, (0, 1), BLOCKS, request)
     return {"plan": TransferPlan(loads=(job,))}
 
@@ -229,7 +229,7 @@ def test_vllm_hears_of_a_load_in_parts_only_from_its_last_part_or_from_the_sched
     for copies in workers.copies:
         copies.end(outcome)
     end = workers.step()
-    assert (end.finished_recving, end.failed_recving) == (None, None)
+    assert (end.finished_recving, end.failed_recving) == (None, set())
     assert ranks_reported(end) == [0, 1]
     end = workers.step(answers=LoadAnswers(failed=[REQUEST], without_copy=[REQUEST]))
     assert (end.finished_recving, end.failed_recving) == ({REQUEST}, {REQUEST})
