@@ -40,7 +40,7 @@ VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 .DELETE_ON_ERROR:
 
 help:
-	@awk -F ':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^##@ / { printf "\n%s\n", substr($$0, 5) } /^[a-z-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@printf '\nARGS="..." passes options on, such as make demo ARGS="--model tiny".\n'
 
 ##@ Every day
@@ -130,7 +130,7 @@ deep: $(VENV)/wheel/ready  ## run property tests and kills many more times (long
 kills: $(VENV)/wheel/ready  ## end engines with a disk or host files 440 times (long)
 	KVOFFLOAD_KILLS=200 KVOFFLOAD_ENGINE_KILLS=20 $(AGAINST_WHEEL) $(BIN)/pytest -q tests/reference/test_kills.py tests/reference/test_neighbour_processes.py $(ARGS)
 
-simulate: venv  ## play 10,000 seeded lives of an engine (ARGS="--seed N")
+simulate: venv  ## play 10,000 seeded lives of engines (ARGS="--seed N")
 	@$(BIN)/python -m tests.simulate $(ARGS)
 
 explore: venv  ## try every interleaving of small worlds (long)

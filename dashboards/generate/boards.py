@@ -90,10 +90,10 @@ class Panel(Part, frozen=True):
         shows: what the panel shows.
         when_wrong: what a problem looks like in the panel, and the remedy.
         unit: Grafana's name for the unit. For a unit that Grafana does not know, `si:` scales numbers and shows the
-            unit, and `suffix:` only shows the unit.
+            unit, and `suffix:` only shows the unit. `percentunit` shows 1, as in metrics that end in `_ratio`, as 100 %.
         queries: the queries that the panel shows.
         kind: the form in which the panel shows the results.
-        width: the panel's width, as a number of the screen's 24 columns.
+        width: the panel's width, as a number of the screen's 24 columns. The widths in a row sum to a multiple of 24.
         maximum: the maximum of the axis; None to let Grafana choose.
         limits: the colours of numbers.
         texts: the words to show in place of numbers. `<0` and `>0` stand for all negative and all positive numbers.

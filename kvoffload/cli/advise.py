@@ -91,7 +91,8 @@ def _scraped(source: str) -> dict[str, Reading]:
         raise CommandError(f"{error}, nor an existing file") from error
     server.scrape()
     if server.problem:
-        raise CommandError(f"{server.url}: {server.problem}")
+        no_file = "" if "://" in source else f", and there is no file {source}"
+        raise CommandError(f"{server.url}: {server.problem}{no_file}")
     return server.now
 
 

@@ -15,7 +15,9 @@ class Came(Enum):
 
     # A block was fetched, or an earlier process left it. A stored block mostly joins as RELEASED: its request holds it.
     FILLED = 0
-    USED = 1  # a request used the block: a hit was loaded or dropped, or the request's own blocks were marked as used
+    # A request used the block: a hit was loaded or dropped, or the request's own blocks were marked as used, among them
+    # blocks that it has just stored.
+    USED = 1
     RELEASED = 2  # a request that held the slot has ended
     COPIED = 3  # a copy to or from a lower tier has ended, which is no use of the block
     ENDED = 4  # the only session that used the block has ended, says its client
@@ -27,6 +29,10 @@ class EvictionOrder(Protocol):
     A slot leaves the order while it is in use, and joins it afterwards. Slots that join together are listed deepest
     first, and must be taken in this order: without its head, the rest of a prefix is useless (R15). Hooks call all
     methods, so none may take time that grows with the number of slots in the order.
+
+    Only `take` says that a slot loses its block. A slot that is removed may come back with the same block, after a pin, or
+    with another one, after its block was invalidated or the cache was reset. So an order that remembers uses beyond
+    `remove` may count those of an earlier block.
     """
 
     age_s: float

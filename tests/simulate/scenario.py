@@ -61,6 +61,11 @@ class Scenario:
 
 
 def draw(seed: int) -> Scenario:
+    """Return the choices of a seed.
+
+    A new choice uses `Scenario.draws` with a name of its own. If it were drawn between others, it would change all later
+    choices of each seed, and `make same` would differ everywhere.
+    """
     draws = random.Random(f"{seed} scenario")
     ranks = draws.choice([1, 1, 2, 3])
     timeout_s = draws.choice([0.05, 0.3, 1.0])

@@ -102,7 +102,8 @@ def _lasting(args: argparse.Namespace) -> Iterator[Mapping[str, object]]:
                 folder = opened.enter_context(_scratch("kvoffload-demo-", parent))
             except OSError as error:
                 option = name.removesuffix("_path") if args.disk is not None else "host-path"
-                raise CommandError(f"--{option} {parent}: no folder in it: {error.strerror}") from error
+                wanted = "must be a folder in which this user can make one"
+                raise CommandError(f"--{option} {parent}: {wanted}: {error.strerror}") from error
             yield {name: str(folder)}
         elif args.remote is not None:
             opened.enter_context(_environment(_QUIET))

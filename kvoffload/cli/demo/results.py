@@ -170,7 +170,8 @@ def _offloading(result: Numbers) -> Iterator[str]:
     found, benefit = result["offloading"], result["benefit"]
     yield _list("stores, blocks", found["stored_blocks"], size_text(found["stored_bytes"]))
     yield _list("loads, blocks", found["loaded_blocks"], size_text(found["loaded_bytes"]))
-    yield _list("evicted", found["evicted_blocks"], f"of {result['host_slots']:,} host blocks")
+    slots = f"of {result['host_slots']:,} host blocks that were ready"
+    yield _list("evicted", found["evicted_blocks"], slots)
     # A lookup ends at the first missing block, so no later block has a cause except BEHIND_MISS.
     causes = dict(found["missed_blocks"])
     behind = causes.pop(MissCause.BEHIND_MISS.value, 0)
