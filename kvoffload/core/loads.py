@@ -359,7 +359,7 @@ class Loads:
         job.concerns[record] = None
         state.jobs.plan(job)
         if rest is not None:
-            rest.job = job.id
+            rest.job = rest.load = job.id
         state.requests.loads(record, slots)
         state.tally.events.append(
             events.LoadScheduled(job.id, record.request, len(slots), tokens, tuple(slots))
@@ -488,7 +488,7 @@ class Loads:
             self._fail_rest(record, rest)
 
     def _fail_rest(self, record: RequestRecord, rest: Rest) -> None:
-        event = events.LoadEnded(rest.job, record.request, 0, LoadOutcome.FAILED)
+        event = events.LoadEnded(rest.load, record.request, 0, LoadOutcome.FAILED)
         self._state.tally.events.append(event)
         self._answer(record, record.incarnation, loaded=False)
 

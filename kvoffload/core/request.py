@@ -72,11 +72,13 @@ class Rest(Struct):
         keys: the keys of the blocks, heads first.
         blocks: the device blocks to load them into, in the same order.
         job: the job after which the next part is planned: a load of the part before it, or a fetch.
+        load: the load of the part before it.
     """
 
     keys: list[BlockKey]
     blocks: list[DeviceBlockId]
     job: JobId = JobId(-1)
+    load: JobId = JobId(-1)
 
 
 class RequestRecord(Struct, eq=False):
