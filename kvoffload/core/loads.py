@@ -334,7 +334,7 @@ class Loads:
             if head < length:
                 size = state.shape.alignment
                 places = slice(head // size, -(-length // size))
-                record.rest = Rest(record.keys[0][places], list(fact.tables[0][places]))
+                record.rest = Rest(record.keys[0][places], list(fact.tables[0][places]), state.epoch)
             self._plan(record, slots, blocks, head - fact.device_tokens)
         else:
             self._answer(record, record.incarnation, loaded=head == length)
