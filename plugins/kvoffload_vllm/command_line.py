@@ -17,6 +17,7 @@ from typing import Any
 
 from kvoffload.checks.launch import Launch
 from kvoffload.checks.options import positive, read_object, size
+from kvoffload.checks.script import load_yaml
 from kvoffload.model.errors import ConfigError
 
 DYNAMO = "dynamo.vllm"
@@ -237,13 +238,13 @@ def _words_of_file(path: str | None, *, is_here: bool) -> list[str]:
         raise ConfigError([f"--config {path} is a file in the container"])
     try:
         with Path(path or "").open(encoding="utf-8") as file:
-            found = yaml.safe_load(file.read(_LARGEST_FILE))
+            documents = [*load_yaml(file.read(_LARGEST_FILE), f"--config {path}")]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or "it is not YAML"
         raise ConfigError([f"--config {path} cannot be read: {reason}"]) from error
-    if not isinstance(found, dict):
+    if len(documents) != 1 or not isinstance(documents[0], dict):
         raise ConfigError([f"--config {path} does not hold options with values"])
-    return [word for name, value in found.items() for word in _words(str(name), value)]
+    return [word for name, value in documents[0].items() for word in _words(str(name), value)]
 
 
 def _words(name: str, value: object) -> list[str]:

@@ -167,6 +167,8 @@ def test_the_file_of_config_is_read_and_the_line_overrides_it(tmp_path: Path) ->
         ("a: [", "not YAML"),
         ("a: " + "[" * 4000, "not YAML"),
         ("\xff", "not YAML"),
+        ("a: 1\n---\nb: 2\n", "does not hold options"),
+        (f"a: &a {'x' * 50_000}\nb: [{', '.join(['*a'] * 1_000)}]\n", "with its aliases written out"),
     ],
 )
 def test_a_file_of_config_that_cannot_be_read_is_said(tmp_path: Path, content: str | None, said: str) -> None:
