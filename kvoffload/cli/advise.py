@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import log2
@@ -64,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     """
     from kvoffload.cli.journal_lines import Lines
 
-    lines = Lines(Path(args.source)) if Path(args.source).is_file() else None
+    # A pipe is a journal too, such as that of `zcat`; a folder may have the name of a server.
+    is_journal = os.path.exists(args.source) and not os.path.isdir(args.source)
+    lines = Lines(Path(args.source)) if is_journal else None
     readings = _scraped(args.source) if lines is None else _read(lines)
     engines = {name: advise(reading) for name, reading in readings.items()}
     if args.json:
@@ -91,7 +94,8 @@ def _scraped(source: str) -> dict[str, Reading]:
         raise CommandError(f"{error}, nor an existing file") from error
     server.scrape()
     if server.problem:
-        raise CommandError(f"{server.url}: {server.problem}")
+        hint = "" if "://" in source else f"; a file {source} does not exist or cannot be looked up either"
+        raise CommandError(f"{server.url}: {server.problem}{hint}")
     return server.now
 
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -50,8 +51,9 @@ def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
     if args.last is not None and args.since is not None:
         raise CommandError("--last and --since both say where to begin; give one of the two")
     output: Path = args.output or Path(f"{args.journal}{suffix}")
-    if output.exists() and args.journal.exists() and output.samefile(args.journal):
-        raise CommandError(f"{output} is the journal itself")
+    with suppress(OSError):  # one of them is missing, or cannot be looked up
+        if output.samefile(args.journal):
+            raise CommandError(f"{output} is the journal itself")
     last = None if args.last is None else f"{args.last:g} s"
     asked = {"since": args.since, "until": args.until, "last": last, "request": args.request}
     words = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -203,6 +205,22 @@ def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest
     assert "not reachable" in capsys.readouterr().err
     assert main(["advise", str(tmp_path / "none")]) == Exit.USAGE
     assert "nor an existing file" in capsys.readouterr().err
+    for name in ("none.invalid", "long" * 99):
+        assert main(["advise", name]) == Exit.USAGE
+        assert f"a file {name} does not exist" in capsys.readouterr().err
+
+
+def test_a_journal_may_come_through_a_pipe(
+    demo_journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["advise", str(demo_journal)])
+    expected = capsys.readouterr().out
+    os.mkfifo(pipe := tmp_path / "pipe")
+    writing = threading.Thread(target=pipe.write_bytes, args=(demo_journal.read_bytes(),), daemon=True)
+    writing.start()
+    assert main(["advise", str(pipe)]) == Exit.OK
+    writing.join()
+    assert capsys.readouterr().out == expected
 
 
 # -- the proof ------------------------------------------------------------------------------------------------------

@@ -124,11 +124,15 @@ OFFERED = line(1, 1.0, "BlocksOffered", blocks=3)
 
 @BOTH
 @pytest.mark.parametrize("options", [[], ["--last", "1h"]])
-def test_a_folder_is_a_one_line_error(
-    command: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("name", ["", "long" * 99])
+def test_a_folder_or_a_name_that_cannot_be_looked_up_is_a_one_line_error(
+    command: str, options: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, str(tmp_path), "-o", "-", *options]) == Exit.USAGE
-    assert capsys.readouterr() == ("", f"kvoffload: error: {tmp_path}: Is a directory\n")
+    path, problem = tmp_path / name, "File name too long" if name else "Is a directory"
+    for output in ("-", str(path)):
+        said = f"{path} is the journal itself" if output != "-" and not name else f"{path}: {problem}"
+        assert main([command, str(path), "-o", output, *options]) == Exit.USAGE
+        assert capsys.readouterr() == ("", f"kvoffload: error: {said}\n")
 
 
 @BOTH
