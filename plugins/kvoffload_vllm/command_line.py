@@ -15,7 +15,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from kvoffload.checks.launch import Launch
+from kvoffload.checks.launch import PLACEHOLDER, Launch
 from kvoffload.checks.options import positive, read_object, size
 from kvoffload.checks.script import load_yaml
 from kvoffload.model.errors import ConfigError
@@ -146,7 +146,7 @@ def _read(line: Line, name: str, value: Any) -> None:  # noqa: ANN401  # a text,
         line.values[_attribute(switch)] = name == switch
         return
     convert = _VALUES.get(name)
-    if convert is None or "$" in str(value):
+    if convert is None or PLACEHOLDER.search(str(value)):
         return
     try:
         if name == "--kv-transfer-config":

@@ -183,7 +183,9 @@ def test_a_file_in_a_container_and_a_variable_are_unread(tmp_path: Path) -> None
     (tmp_path / "serve.yaml").write_text(YAML)
     inside = read(f"docker run vllm/vllm-openai M --config {tmp_path}/serve.yaml")
     assert (inside.values, len(inside.unread)) == ({"model": "M"}, 1)
-    assert read("vllm serve M -tp '$RANKS_UNSET'").unread == ["the values of variables in $RANKS_UNSET"]
+    for unknown in ("$RANKS_UNSET", "`nproc`"):
+        found = read(f"vllm serve M -tp '{unknown}'")
+        assert (found.unread, found.problems) == ([f"the values of variables in {unknown}"], [])
 
 
 SIZED = ["-tp", "2", "-dp", "4", "-dpl", "2", "--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", "100MiB"]
