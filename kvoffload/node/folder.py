@@ -157,11 +157,13 @@ def _joined(kind: OpenFolder, engine: str) -> Claim | None:
     """Join the other processes of this engine in their folder; None if this process is the engine's first."""
     for name in _numbers(kind):
         folder = kind.make(str(name))
-        owner = _read_owner(folder)
-        if owner.engine == engine:
-            _write_owner(folder, msgspec.structs.replace(owner, processes=(*owner.processes, this_process())))
-            folder.lock = _locked(folder, fcntl.LOCK_SH)
-            return Claim(folder, owner.former)
+        with _closed_on_error(folder):
+            owner = _read_owner(folder)
+            if owner.engine == engine:
+                processes = (*owner.processes, this_process())
+                _write_owner(folder, msgspec.structs.replace(owner, processes=processes))
+                folder.lock = _locked(folder, fcntl.LOCK_SH)
+                return Claim(folder, owner.former)
         folder.close()
     return None
 
@@ -173,17 +175,24 @@ def _taken_over(kind: OpenFolder, engine: str) -> Claim:
     new = max(numbers, default=-1) + 1
     for number in (*by_size, new):
         folder = kind.make(str(number))
-        try:
+        with suppress(BlockingIOError), _closed_on_error(folder):
             folder.lock = _locked(folder, fcntl.LOCK_EX)
-        except BlockingIOError:
-            folder.close()
-            continue
-        before = _read_owner(folder)
-        former = (*before.processes, *[each for each in before.former if may_run(each)])
-        _write_owner(folder, Owner(engine, (this_process(),), former))
-        fcntl.flock(folder.lock, fcntl.LOCK_SH)
-        return Claim(folder, former)
+            before = _read_owner(folder)
+            former = (*before.processes, *[each for each in before.former if may_run(each)])
+            _write_owner(folder, Owner(engine, (this_process(),), former))
+            fcntl.flock(folder.lock, fcntl.LOCK_SH)
+            return Claim(folder, former)
     raise DiskError(f"another process has locked {kind.path / str(new)}")
+
+
+@contextmanager
+def _closed_on_error(folder: OpenFolder) -> Iterator[None]:
+    """Unlock and close a folder if an error ends the block, such as that of a full tmpfs."""
+    try:
+        yield
+    except BaseException:
+        folder.close()
+        raise
 
 
 def _locked(folder: OpenFolder, how: int) -> int:

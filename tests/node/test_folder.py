@@ -20,6 +20,7 @@ from kvoffload.node.file_systems import check_free, free_bytes
 from kvoffload.node.folder import Claim, HostPlace, bound_orphans, list_kept, make_room, remove_kept
 from kvoffload.node.processes import Process, may_run, this_process
 from tests.captured_logs import capture_logs
+from tests.mounts import mounted
 
 
 def place(root: Path, engine: str, kind: str = "kind") -> HostPlace:
@@ -93,6 +94,16 @@ def test_a_folder_of_other_users_is_refused(shared_memory: Path) -> None:
         ConfigError, match=r"host_path: .*/kind cannot be used: .* group and others cannot write"
     ):
         place(shared_memory, "a").claim()
+
+
+def test_a_claim_that_fails_because_the_tmpfs_is_full_keeps_no_folder() -> None:
+    with mounted("tmpfs", "size=64k") as root:
+        place(root, "a").claim().close()
+        (root / "full").write_bytes(b"x" * free_bytes(root))
+        with pytest.raises(ConfigError, match="No space left"):
+            place(root, "b").claim()
+        (kept,) = list_kept(root)
+        assert kept.is_orphan
 
 
 def test_a_process_that_never_stops_choosing_is_an_error(
