@@ -348,16 +348,20 @@ def _unlink(folder: OpenFolder, names: Iterable[str]) -> None:
         remove_memory(folder, name)
 
 
-def make_room(place: HostPlace, is_needed: Callable[[], bool]) -> None:
+def make_room(place: HostPlace, fits: Callable[[int], bool]) -> None:
     """Remove orphans while this engine's memory does not fit: those of other kinds first, then the least recently used.
+
+    None is removed if its memory would not even fit without all of them, because this start will be refused.
 
     Args:
         place: this engine's place, which it has claimed.
-        is_needed: returns whether its memory does not fit.
+        fits: returns whether its memory would fit if this many more bytes were free.
     """
     orphans = [kept for kept in list_kept(place.root) if kept.is_orphan and kept.size_with(place.pages)]
+    if not fits(sum(kept.size_with(place.pages) for kept in orphans)):
+        return
     for kept in sorted(orphans, key=lambda kept: kept.path.parent.name == place.kind):
-        if not is_needed():
+        if fits(0):
             return
         remove_kept(kept)
 

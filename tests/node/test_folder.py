@@ -156,14 +156,25 @@ def test_orphans_of_other_kinds_make_room_first_and_only_while_room_is_needed(sh
     claim = mine.claim()
     asked: list[list[bool]] = []
 
-    def is_needed() -> bool:
+    def fits(freed: int) -> bool:
+        if freed:
+            return freed == sum(kept.size for kept in list_kept(shared_memory) if kept.is_orphan)
         asked.append([path.exists() for path in (*others, *same)])
-        return len(asked) < 4
+        return len(asked) == 4
 
-    make_room(mine, is_needed)
+    make_room(mine, fits)
     (kept,) = (path for path in same if path.exists())
     assert kept == claim.folder.path
     assert asked[:3] == [[True, True, True, True], [False, True, True, True], [False, False, True, True]]
+
+
+def test_orphans_stay_if_memory_would_not_even_fit_without_them(shared_memory: Path) -> None:
+    paths = orphans(shared_memory, 10_000, 10_000, kind="other")
+    mine = place(shared_memory, "mine")
+    claim = mine.claim()
+    make_room(mine, lambda freed: False)
+    assert all(path.exists() for path in paths)
+    claim.close()
 
 
 def test_memory_in_use_is_never_removed(shared_memory: Path) -> None:
@@ -202,7 +213,7 @@ def test_what_engines_have_not_made_is_neither_listed_nor_changed_nor_removed(sh
     assert [kept.path for kept in list_kept(shared_memory)] == [path]
     (path / "a letter").touch()
     bound_orphans(shared_memory, 0)
-    make_room(place(shared_memory, "mine"), lambda: True)
+    make_room(place(shared_memory, "mine"), bool)
     assert look() == before
     assert [each.name for each in path.iterdir()] == ["a letter"]
     assert list_kept(shared_memory / "missing") == []

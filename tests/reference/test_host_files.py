@@ -569,6 +569,18 @@ def test_a_tmpfs_with_room_for_the_slots_and_not_for_their_table_is_refused(
     start().run(PROMPT)
 
 
+def test_a_start_that_asks_for_too_much_leaves_the_memory_of_stopped_engines(
+    start: StartEngine, engines: Engines, shared_memory: Path
+) -> None:
+    start(weights_id="other").run(PROMPT)
+    engines.stop_all()
+    (kept,) = list_kept(shared_memory)
+    with pytest.raises(ConfigError, match="host_bytes"):
+        start(host_blocks=2**50 // slot_bytes("full"))
+    assert kept.path in [each.path for each in list_kept(shared_memory)]
+    assert loaded(start(weights_id="other")) > 0
+
+
 def test_a_table_that_cannot_be_written_is_an_adoption_that_failed(
     start: StartEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
