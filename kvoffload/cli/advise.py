@@ -193,13 +193,16 @@ def _stores(reading: Reading) -> Sentence | None:
     found = {
         policy: reading.total("kvoffload_predicted_policy_hit_ratio", policy=policy) for policy in POLICIES
     }
-    best, used = max(found, key=found.__getitem__), reading.values("kvoffload_store_policy", "policy")
+    best = max(found, key=found.__getitem__)
+    used = next(iter(reading.values("kvoffload_store_policy", "policy")), "")
+    setting = next(iter(reading.values("kvoffload_info", "store_policy")), "")
     numbers = {"loads_per_store": reuse} | (found if any(found.values()) else {})
-    (setting,) = reading.values("kvoffload_info", "store_policy") or [""]
     if setting == AUTO and used:
-        text += f"; store_policy auto stores by {used[0]}"
-    elif used and found[best] - found[used[0]] >= _WORTH:
-        shares = f"{best} would have found {_percent(found[best])}, {used[0]} {_percent(found[used[0]])}"
+        text += f"; store_policy auto stores by {used}"
+    elif (
+        used in found and found[best] - found[used] >= _WORTH
+    ):  # an engine of a later version may use another
+        shares = f"{best} would have found {_percent(found[best])}, {used} {_percent(found[used])}"
         text += f"; of the recent prompts' blocks {shares}: set store_policy to auto"
     elif not any(found.values()) and reuse < _LEAST_REUSE and setting == "eager":
         text += ": set store_policy to lazy"

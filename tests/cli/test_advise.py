@@ -145,6 +145,15 @@ def test_the_store_policy_that_finds_most_is_advised(
     assert engine.texts()["stores"] == f"For 100 stored blocks 3 were loaded again{said}."
 
 
+def test_an_unknown_store_policy_of_a_later_version_is_compared_with_none() -> None:
+    engine = Engine(kvoffload_predicted_policy_hit_ratio={(name,): 0.1 for name in POLICIES})
+    engine.bus.publish(events.StoreEnded(StoreOutcome.STORED, 1000))
+    reading = engine.reading()
+    reading.samples["kvoffload_store_policy"] = [({"policy": "later"}, 1.0)]
+    (stores,) = (one.text for one in advise(reading) if one.about == "stores")
+    assert stores == "For 100 stored blocks 0 were loaded again."
+
+
 def test_what_offloading_brought_so_far_is_said_with_the_disks_bytes() -> None:
     engine = Engine(
         kvoffload_prefill_seconds_saved_total={(): 640},
