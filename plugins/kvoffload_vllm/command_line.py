@@ -129,7 +129,7 @@ def read_line(launch: Launch) -> Line:
     files = [value for name, value in options if name == "--config"]
     for file in files[-1:]:
         try:
-            options = [*_options(_words_of_file(file, is_here=not launch.image)), *options]
+            options = [*_options(_words_of_file(str(file or ""), is_here=not launch.image)), *options]
         except ConfigError as error:
             line.unread.append(str(error))
     for name, value in options:
@@ -224,7 +224,7 @@ def _scaled(text: str) -> int | None:
     return None if found is None else int(Fraction(found[1]) * _UNITS[found[2]])
 
 
-def _words_of_file(path: str | None, *, is_here: bool) -> list[str]:
+def _words_of_file(path: str, *, is_here: bool) -> list[str]:
     """Return the options in the YAML file that `--config` names, as words of a command line.
 
     Raises:
@@ -237,7 +237,7 @@ def _words_of_file(path: str | None, *, is_here: bool) -> list[str]:
     if not is_here:
         raise ConfigError([f"--config {path} is a file in the container"])
     try:
-        with Path(path or "").open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8") as file:
             documents = [*load_yaml(file.read(_LARGEST_FILE), f"--config {path}")]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or "it is not YAML"

@@ -179,6 +179,12 @@ def test_a_file_of_config_that_cannot_be_read_is_said(tmp_path: Path, content: s
     assert said in found.unread[0]
 
 
+def test_a_mistyped_option_that_names_no_file_is_said() -> None:
+    for words in ("--config.yaml", "--config.a 1", "--config"):
+        found = read(f"vllm serve M {words}")
+        assert (found.values, len(found.unread)) == ({"model": "M"}, 1)
+
+
 def test_a_file_in_a_container_and_a_variable_are_unread(tmp_path: Path) -> None:
     (tmp_path / "serve.yaml").write_text(YAML)
     inside = read(f"docker run vllm/vllm-openai M --config {tmp_path}/serve.yaml")
