@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -120,6 +121,24 @@ def test_missing_events_are_reported_with_exit_code_1(
 # -- files that cannot be read or written -----------------------------------------------------------------------------
 
 OFFERED = line(1, 1.0, "BlocksOffered", blocks=3)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-o", "-", "--last", "1h"], "whose end --last and a time without a date must know first"),
+        (["-o", "-", "--since", "12:00"], "give a date and time, or a file"),
+        ([], "give -o FILE"),
+    ],
+)
+def test_a_pipe_that_options_would_read_twice_or_write_beside_is_an_error(
+    command: str, options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert main([command, str(pipe), *options]) == Exit.USAGE
+    assert said in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [pipe]
 
 
 @BOTH
