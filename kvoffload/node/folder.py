@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -18,7 +19,7 @@ from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_fold
 from kvoffload.disk.system import PAGE
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import ConfigError, DiskError
-from kvoffload.node.file_systems import check_pages, check_tmpfs, page_bytes, remove_memory
+from kvoffload.node.file_systems import LARGER_TMPFS, check_pages, check_tmpfs, page_bytes, remove_memory
 from kvoffload.node.processes import Process, may_run, this_process
 
 _CLAIMS, _LOCK, _OWNER = "claims", "lock", "owner.json"
@@ -126,6 +127,8 @@ class HostPlace:
                 return _joined(kind, self.engine) or _taken_over(kind, self.engine)
         except (OSError, DiskError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                reason = f"{reason}; remove what stopped engines keep (kvoffload host-memory {self.root} --orphans), or {LARGER_TMPFS}"
             raise ConfigError([f"host_path: {self.root / self.kind} cannot be used: {reason}"]) from error
 
 

@@ -100,7 +100,9 @@ def test_a_claim_that_fails_because_the_tmpfs_is_full_keeps_no_folder() -> None:
     with mounted("tmpfs", "size=64k") as root:
         place(root, "a").claim().close()
         (root / "full").write_bytes(b"x" * free_bytes(root))
-        with pytest.raises(ConfigError, match="No space left"):
+        with pytest.raises(
+            ConfigError, match=r"No space left on device; remove .* --orphans\), or make it larger"
+        ):
             place(root, "b").claim()
         (kept,) = list_kept(root)
         assert kept.is_orphan
