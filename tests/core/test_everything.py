@@ -428,8 +428,10 @@ class WithLongPrefixes(WithDisk):
                 self.world.allocate(self.live[-1], answer)
                 return
             self._note(self.world.idle_step())
-            for rank in self.world.ranks:
-                self.world.report_all(rank)
+            for job in self.world.submitted():
+                for rank in sorted(self.world.copies[job].running):
+                    self._arrive(job, rank)
+                    self.world.report(rank, job)
 
     def _make_world(self, groups: tuple[GroupSpec, ...], settings: dict[str, Any]) -> DiskWorld:
         self.settings = settings
