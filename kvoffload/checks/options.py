@@ -6,7 +6,6 @@ Settings are given as a JSON object, as the name of a file with a JSON object, o
 from __future__ import annotations
 
 import json
-import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from kvoffload.model.config import parse_bytes
 from kvoffload.model.errors import ConfigError
 
 _LARGEST = 1 << 20
+_MOST_S = 10**9
 _PAIR = re.compile(r"(\w+)=(.*)", re.DOTALL)
 
 
@@ -29,11 +29,11 @@ def positive(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """Parse a number of seconds, 0 or more, for argparse's `type=`."""
+    """Parse a number of seconds for which `time.sleep` can wait, for argparse's `type=`."""
     with suppress(ValueError):
-        if 0 <= (number := float(text)) < math.inf:
+        if 0 <= (number := float(text)) <= _MOST_S:
             return number
-    raise ArgumentTypeError(f"{text!r} is not a number of seconds")
+    raise ArgumentTypeError(f"{text!r} is not a number of seconds from 0 to {_MOST_S:,}")
 
 
 def size(text: str) -> int:

@@ -100,6 +100,7 @@ def test_help_is_also_a_command(words: list[str], capsys: pytest.CaptureFixture[
         ("help doctr", "did you mean doctor?"),
         ("doctor --engine vlm", "argument --engine: 'vlm' is not a choice; did you mean vllm?"),
         ("report x --last -5m", "argument --last: '-5m' is not a duration"),
+        ("top --interval 1e10 1", "'1e10' is not a number of seconds from 0 to 1,000,000,000"),
         ("top --interval 0 1", "argument --interval: '0' is not a number of seconds of at least 0.1"),
         ("demo --devcie=x", "unknown option --devcie; did you mean --device?"),
         ("demo --frobnicate", "unknown option --frobnicate (see"),
