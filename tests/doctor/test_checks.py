@@ -223,8 +223,8 @@ ON_DISK = {"disk_path": Path("disk"), "disk_bytes": GIB}
         (ON_DISK, 8 * GIB, None, ""),
         (ON_DISK, GIB, 5, ""),
         (ON_DISK, 8 * GIB, 4, "ok: "),
-        (ON_DISK, 8 * GIB, 5, "warning: of a prompt with more than 4 blocks, disk and remote tier"),
-        ({"remote_url": "s3://bucket/prefix"}, 8 * GIB, 5, "warning: of a prompt with more than 4 blocks"),
+        (ON_DISK, 8 * GIB, 5, "warning: a prompt with more than 4 blocks does not fit host memory"),
+        ({"remote_url": "s3://bucket/prefix"}, 8 * GIB, 5, "warning: a prompt with more than 4 blocks"),
     ],
 )
 def test_longest_prefix(tier: dict[str, Any], host: int, device: int | None, expected: str) -> None:
