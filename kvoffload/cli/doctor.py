@@ -123,7 +123,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     raw = settings[0] if settings else {}
     rank_bytes = sizes.device_bytes or (sizes.block_bytes or 0) * (sizes.device_blocks or 0)
     copies = sizes.ranks // sizes.sharers
-    advice = advise_host_bytes(copies, copies * rank_bytes or None)
+    advice = advise_host_bytes(copies, copies * rank_bytes or None, raw=raw)
     speed = [memory.COPY_SPEED] if sizes.page_bytes else []
     if given.parse is None:
         ours = [*memory.CHECKS, *speed, *memory.GPUS, *outputs.CHECKS]

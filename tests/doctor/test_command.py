@@ -158,6 +158,8 @@ def test_without_settings_it_reports_the_machine_and_advises_settings(
     code, found = doctor(capsys, "--block-bytes", "1MiB", "--device-blocks", "10", "-tp", "2")
     assert (code, found["settings"]["verdict"]) == (1, "error")
     assert "GiB left for 2 ranks; advised: 60.0 MiB, 3.0 times" in found["settings"]["finding"]
+    _, found = doctor(capsys, "--block-bytes", "1TiB", "--device-blocks", "10", "--config", "disk_path=/d")
+    assert "cache, with store_policy lazy; at most" in found["settings"]["finding"]
 
 
 def test_without_host_bytes_the_machine_is_checked(
@@ -214,7 +216,7 @@ def test_the_kv_cache_of_the_line_is_compared_by_bytes_if_the_model_is_not_known
     line = ("--", "--model", "org/model", "-tp", "2", "--kv-cache-memory-bytes", "50G")
     code, found = doctor(capsys, *ENOUGH, *line, "--kv-transfer-config.kv_connector", "Other")
     assert (code, found["host pool"]["verdict"]) == (1, "warning")
-    assert "several times the device's 100.0 GiB" in found["host pool"]["remedy"]
+    assert "at least three times the device's 100.0 GiB" in found["host pool"]["remedy"]
 
 
 @pytest.mark.parametrize(
