@@ -340,7 +340,7 @@ def _sizes(args: argparse.Namespace, start: _Start) -> tuple[Sizes, Finding]:
         found = _model_sizes(args, start, ranks // stages, stages)
     except SizesNotKnown as error:
         reason = start.known_sizes.get("unknown", error)
-        return sizes, unknown("the model's sizes", f"{reason}; or give {_BY_HAND}, which vLLM's start logs")
+        return sizes, unknown(str(reason), f"give {_BY_HAND}, which vLLM's start logs")
     except ConfigError as error:
         return sizes, fail(str(error), "correct the number of ranks")
     if getattr(args, "distributed_executor_backend", None) in (None, "mp"):

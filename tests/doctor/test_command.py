@@ -59,8 +59,8 @@ def test_findings_are_shown_as_text() -> None:
 
 
 def test_problems_come_first_then_missing_settings_and_a_count_of_passed_checks() -> None:
-    def answer(check: str, verdict: Verdict, remedy: str = "") -> Finding:
-        return Finding(verdict, "text", remedy, check)
+    def answer(check: str, verdict: Verdict, remedy: str = "", text: str = "text") -> Finding:
+        return Finding(verdict, text, remedy, check)
 
     answers = [
         answer("one", Verdict.UNKNOWN, "give --a"),
@@ -69,22 +69,24 @@ def test_problems_come_first_then_missing_settings_and_a_count_of_passed_checks(
         answer("four", Verdict.UNKNOWN),
         answer("five", Verdict.UNKNOWN, "give --a"),
         answer("six", Verdict.ERROR, "do"),
+        answer("seven", Verdict.UNKNOWN, "give --a", "no device is here"),
     ]
     lines = as_text(answers).splitlines()
     assert lines == [
-        "error: 1 error, 1 warning, 3 need more input, 1 passed",
+        "error: 1 error, 1 warning, 4 need more input, 1 passed",
         "",
         "error    six: text",
         "         remedy: do",
         "warning  three: text",
         "         remedy: do",
-        "unknown  one, five: give --a; four",
+        "unknown  one, five (text), seven (no device is here): give --a",
+        "unknown  four (text)",
         "",
         "1 check passed (--verbose lists them)",
     ]
     assert "unknown  one: text" in as_text(answers, strict=True)
     harmless = [one for one in answers if one.verdict not in FAILING]
-    assert as_text(harmless).splitlines()[0] == "no problem found: of 4 checks, 3 need more input, 1 passed"
+    assert as_text(harmless).splitlines()[0] == "no problem found: of 5 checks, 4 need more input, 1 passed"
     assert as_text(harmless[:1], strict=True).startswith("unknown: 1 needs more input, 0 passed")
     assert as_text(harmless[1:2]).startswith("no problem found: of 1 check, 1 passed")
     assert as_text([answers[5], answers[5]]).startswith("error: 2 errors, 0 passed")
