@@ -34,7 +34,10 @@ _IMAGE_OF_KUBECTL = re.compile(r"--image[= ](\S+)")
 _IMAGE_OF_CLUSTERS = re.compile(r".+\.(?:sif|simg|img)|\w[\w-]*://.+|\$\{?\w+\}?")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(r"\$\$?(?:\{(\w+)(?::?-([^{}]*))?\}|\((\w+)\)|(\w+))")
-_PLACEHOLDER = re.compile(r"\$[\w{(@*]")
+PLACEHOLDER = re.compile(r"\$[\w{(@*]|`")
+"""What stands for a value that a shell or a cluster puts there: a variable, or a command's output."""
+_DOCTOR = re.compile(r"(?:\S*/)?kvoffload doctor(?: |$)")
+"""The command of an init container that checks the engine's line, which it may repeat."""
 _OPERATOR = re.compile(r"[|&;<>\n]+")
 
 
@@ -67,7 +70,7 @@ class Launch:
     @property
     def placeholders(self) -> list[str]:
         """The arguments with a variable, such as `$MODEL`, whose value is not known."""
-        return [word for word in self.arguments if _PLACEHOLDER.search(word)]
+        return [word for word in self.arguments if PLACEHOLDER.search(word)]
 
 
 def find_launch(words: Sequence[str], commands: re.Pattern[str], example: str) -> Launch:
@@ -111,8 +114,10 @@ def _find_in_containers(text: str, commands: re.Pattern[str]) -> Launch | None:
     """
     named, images = list[Launch](), list[Launch]()
     for one in read_containers(text):
-        environ = dict(one.environ)
-        if found := _find([*one.command, *one.arguments], commands, environ, {}):
+        environ, line = dict(one.environ), [*one.command, *one.arguments]
+        if _DOCTOR.match(" ".join(line)):
+            continue
+        if found := _find(line, commands, environ, {}):
             named.append(Launch(found.arguments, environ, found.command, one.image))
         elif not one.command and _are_arguments(one.arguments, may_be_id=bool(one.image)):
             images.append(Launch(one.arguments, environ, image=one.image))

@@ -98,11 +98,11 @@ def _host_path(setup: Setup) -> Finding | None:
         check_tmpfs(path)
         if pages is not None:
             check_pages(pages)
-    except ConfigError as error:
+        folder = next(one for one in (path, *path.absolute().parents) if one.exists())
+    except (ConfigError, OSError) as error:  # this user may not look into a folder, or a name is too long
         return fail(
             str(error), "name a folder on a tmpfs in host_path, and one on a hugetlbfs in host_hugetlbfs"
         )
-    folder = next(one for one in (path, *path.absolute().parents) if one.exists())
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
         return fail(
             f"{folder} is not a folder in which this user can make files", "name another folder in host_path"

@@ -28,7 +28,10 @@ def _disk_space(setup: Setup) -> Finding | None:
     if path is None:
         return None
     needed = setup.sizes.engines * setup.config.disk_bytes
-    free, ours = shutil.disk_usage(_existing(path)).free, _bytes_below(path)
+    try:
+        free, ours = shutil.disk_usage(_existing(path)).free, _bytes_below(path)
+    except OSError as error:
+        return _unusable(path, error)
     if needed > free + ours:
         return warn(
             f"{size_text(needed)} are more than the {size_text(free)} that {path} has free: the engine would serve without the disk",
@@ -44,7 +47,10 @@ def _disk_folder(setup: Setup) -> Finding | None:
     if path is None:
         return None
     local = "name a folder on a local disk in disk_path"
-    kind = _kind_of(_existing(path))
+    try:
+        kind = _kind_of(_existing(path))
+    except OSError as error:
+        return _unusable(path, error)
     if kind in _IN_MEMORY:
         return warn(f"it is on {kind}, which is memory: a restart of the machine empties it", local)
     if kind.startswith(_NETWORKED):
@@ -62,6 +68,14 @@ def _disk_folder(setup: Setup) -> Finding | None:
             f"reads and writes would go through the page cache ({reason})", f"{local}, on ext4 or XFS"
         )
     return ok(f"it is on {kind or 'a file system that the kernel does not name'}, and direct I/O works")
+
+
+def _unusable(path: Path, error: OSError) -> Finding:
+    """Return a finding about a folder at which this user may not look, or whose name is too long."""
+    return warn(
+        f"{path} cannot be used: {error.strerror}: the engine would serve without the disk",
+        "name a folder of the engine's user in disk_path",
+    )
 
 
 def _try_folder(folder: Path) -> str | None:
@@ -104,7 +118,7 @@ def _journal(setup: Setup) -> Finding | None:
     path = setup.config.journal_path
     if path is None:
         return None
-    mode = path.stat().st_mode if path.exists() else None
+    mode = path.stat().st_mode if os.path.exists(path) else None
     try:
         JournalFile(path).close()
     except ConfigError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import log2
@@ -64,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     """
     from kvoffload.cli.journal_lines import Lines
 
-    lines = Lines(Path(args.source)) if Path(args.source).is_file() else None
+    # A pipe is a journal too, such as that of `zcat`; a folder may have the name of a server.
+    is_journal = os.path.exists(args.source) and not os.path.isdir(args.source)
+    lines = Lines(Path(args.source)) if is_journal else None
     readings = _scraped(args.source) if lines is None else _read(lines)
     engines = {name: advise(reading) for name, reading in readings.items()}
     if args.json:
@@ -91,8 +94,8 @@ def _scraped(source: str) -> dict[str, Reading]:
         raise CommandError(f"{error}, nor an existing file") from error
     server.scrape()
     if server.problem:
-        no_file = "" if "://" in source else f", and there is no file {source}"
-        raise CommandError(f"{server.url}: {server.problem}{no_file}")
+        hint = "" if "://" in source else f"; a file {source} does not exist or cannot be looked up either"
+        raise CommandError(f"{server.url}: {server.problem}{hint}")
     return server.now
 
 
@@ -218,13 +221,16 @@ def _stores(reading: Reading) -> Sentence | None:
     found = {
         policy: reading.total("kvoffload_predicted_policy_hit_ratio", policy=policy) for policy in POLICIES
     }
-    best, used = max(found, key=found.__getitem__), reading.values("kvoffload_store_policy", "policy")
+    best = max(found, key=found.__getitem__)
+    used = next(iter(reading.values("kvoffload_store_policy", "policy")), "")
+    setting = next(iter(reading.values("kvoffload_info", "store_policy")), "")
     numbers = {"loads_per_store": reuse} | (found if any(found.values()) else {})
-    (setting,) = reading.values("kvoffload_info", "store_policy") or [""]
     if setting == AUTO and used:
-        text += f"; store_policy auto stores by {used[0]}"
-    elif used and found[best] - found[used[0]] >= _WORTH:
-        shares = f"{best} would have found {_percent(found[best])}, {used[0]} {_percent(found[used[0]])}"
+        text += f"; store_policy auto stores by {used}"
+    elif (
+        used in found and found[best] - found[used] >= _WORTH
+    ):  # an engine of a later version may use another
+        shares = f"{best} would have found {_percent(found[best])}, {used} {_percent(found[used])}"
         text += f"; of the recent prompts' blocks {shares}: set store_policy to auto"
     elif not any(found.values()) and reuse < _LEAST_REUSE and setting == "eager":
         text += ": set store_policy to lazy"

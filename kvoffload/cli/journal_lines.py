@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -44,14 +46,18 @@ def opened(args: argparse.Namespace, suffix: str) -> tuple[Lines, Path]:
     """Return a reader of the lines that the options select, and the output file's path.
 
     Raises:
-        CommandError: `--last` and `--since` are both given, or the output would replace the journal.
+        CommandError: `--last` and `--since` are both given, the output would replace the journal, or the journal comes
+            through a pipe and the options need a file.
         JournalError: the journal cannot be opened.
     """
     if args.last is not None and args.since is not None:
         raise CommandError("--last and --since both say where to begin; give one of the two")
+    if args.output is None and _is_pipe(args.journal):
+        raise CommandError(f"{args.journal} is no file, beside which the output could be: give -o FILE")
     output: Path = args.output or Path(f"{args.journal}{suffix}")
-    if output.exists() and args.journal.exists() and output.samefile(args.journal):
-        raise CommandError(f"{output} is the journal itself")
+    with suppress(OSError):  # one of them is missing, or cannot be looked up
+        if output.samefile(args.journal):
+            raise CommandError(f"{output} is the journal itself")
     last = None if args.last is None else f"{args.last:g} s"
     asked = {"since": args.since, "until": args.until, "last": last, "request": args.request}
     words = ", ".join(f"{name} {value}" for name, value in asked.items() if value is not None)
@@ -144,10 +150,18 @@ def _part(args: argparse.Namespace) -> Selection:
 
     last = 0.0
     if args.last is not None or any(_CLOCK.fullmatch(text) for text in (args.since, args.until) if text):
+        if _is_pipe(args.journal):
+            problem = f"{args.journal} is no file, whose end --last and a time without a date must know first"
+            raise CommandError(f"{problem}: give a date and time, or a file")
         last = last_time(args.journal) or 0.0
     since = -math.inf if args.since is None else parse_time(args.since, last)
     until = math.inf if args.until is None else parse_time(args.until, last)
     return Selection(since if args.last is None else last - args.last, until, args.request)
+
+
+def _is_pipe(path: Path) -> bool:
+    """Return whether something can be read from `path` only once."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def parse_time(text: str, last: float) -> float:

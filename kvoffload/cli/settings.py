@@ -113,7 +113,7 @@ def _kind(setting: Setting) -> dict[str, object]:
 
 def _list(chosen: Mapping[str, Setting]) -> None:
     """Print settings. Settings that few users need come last."""
-    width = min(shutil.get_terminal_size().columns, 100)
+    width = min(max(shutil.get_terminal_size().columns, 20), 100)
     for is_advanced, settings in groupby(chosen.items(), lambda item: item[0] in ADVANCED):
         if is_advanced:
             print("\nAdvanced: leave these as they are unless you work around a problem.\n")

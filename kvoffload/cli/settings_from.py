@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,9 @@ def _read_yaml(text: str, source: str) -> object:
 def _recognise(given: Mapping[str, Any], source: str) -> tuple[str, Mapping[str, Any]]:
     """Return the product's name and its keys."""
     wrapped = given.get("kv_transfer_config", given.get("kv-transfer-config"))
+    if isinstance(wrapped, str):  # vLLM's --config may hold the text that its command line takes
+        with suppress(ValueError, RecursionError):
+            wrapped = json.loads(wrapped)
     config = wrapped if isinstance(wrapped, dict) else given
     if "kv_connector" in config:
         connectors = {one: name for name, peer in PEERS.items() for one in peer.connectors}

@@ -334,7 +334,7 @@ class Loads:
             if head < length:
                 size = state.shape.alignment
                 places = slice(head // size, -(-length // size))
-                record.rest = Rest(record.keys[0][places], list(fact.tables[0][places]))
+                record.rest = Rest(record.keys[0][places], list(fact.tables[0][places]), state.epoch)
             self._plan(record, slots, blocks, head - fact.device_tokens)
         else:
             self._answer(record, record.incarnation, loaded=head == length)
@@ -359,7 +359,7 @@ class Loads:
         job.concerns[record] = None
         state.jobs.plan(job)
         if rest is not None:
-            rest.job = job.id
+            rest.job = rest.load = job.id
         state.requests.loads(record, slots)
         state.tally.events.append(
             events.LoadScheduled(job.id, record.request, len(slots), tokens, tuple(slots))
@@ -488,7 +488,7 @@ class Loads:
             self._fail_rest(record, rest)
 
     def _fail_rest(self, record: RequestRecord, rest: Rest) -> None:
-        event = events.LoadEnded(rest.job, record.request, 0, LoadOutcome.FAILED)
+        event = events.LoadEnded(rest.load, record.request, 0, LoadOutcome.FAILED)
         self._state.tally.events.append(event)
         self._answer(record, record.incarnation, loaded=False)
 

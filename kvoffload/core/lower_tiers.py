@@ -323,7 +323,7 @@ class LowerTiers:
         unused = pool.room - pool.count_evictable(on_host)
         if record.fetched_blocks and len(self._state.requests.live) > 1:
             unused -= pool.capacity // 8
-        return min(unused, pool.capacity - record.fetched_blocks)
+        return max(min(unused, pool.capacity - record.fetched_blocks), 0)
 
     def _fetch(self, record: RequestRecord, found: _Found) -> None:
         """Plan the next round of fetches: the first of the `found` blocks that are not in flight.

@@ -71,12 +71,16 @@ class Rest(Struct):
     Args:
         keys: the keys of the blocks, heads first.
         blocks: the device blocks to load them into, in the same order.
+        epoch: the number of resets before the load.
         job: the job after which the next part is planned: a load of the part before it, or a fetch.
+        load: the load of the part before it.
     """
 
     keys: list[BlockKey]
     blocks: list[DeviceBlockId]
+    epoch: int
     job: JobId = JobId(-1)
+    load: JobId = JobId(-1)
 
 
 class RequestRecord(Struct, eq=False):

@@ -40,7 +40,7 @@ from kvoffload.core.jobs import Failure, Fetch, InFlight, Offer, Spill
 from kvoffload.core.machine import SlotState
 from kvoffload.core.order import Came
 from kvoffload.core.slots import SlotPool
-from kvoffload.core.tiers import DiskTier, LowerTier
+from kvoffload.core.tiers import LowerTier
 from kvoffload.model import facts
 from kvoffload.model.causes import CopyOutcome, EvictionCause, MissCause, TierOutcome
 from kvoffload.model.events import TierClosed, TierCopyEnded, TierCopyScheduled, TierReady
@@ -456,7 +456,6 @@ class TierStore:
             self._state.restored(fact)
             return
         tier = self._state.by_name[fact.tier]
-        assert isinstance(tier, DiskTier), fact
         tier.restore(fact.slots, fact.puts, fact.free, is_last=fact.is_last)
         self.fetches[tier].restored([put.key for put in fact.puts])
         if tier.is_open:

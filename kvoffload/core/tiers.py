@@ -154,6 +154,22 @@ class LowerTier:
             size, job.copy_s, size.bit_length(), began=job.id, now=last + 1, beside_load=is_load_open
         )
 
+    def restore(
+        self, slots: int, puts: Sequence[Put], free: Sequence[SlotId], *, is_last: bool
+    ) -> Sequence[Put]:
+        """Add a part of the tier's slots, with blocks of an earlier process. The last part opens the tier.
+
+        Return the blocks that are new on the tier.
+        """
+        known = self.pool.index.parts
+        new = [put for put in puts if put.key not in known[put.key[0]]]
+        blocks = {put.slot: put.key for put in new}
+        twice = () if len(new) == len(puts) else [put.slot for put in puts if put.slot not in blocks]
+        self.pool.adopt(slots, blocks, (*free, *twice))
+        self.capacity += len(puts) + len(free)
+        self.is_open = is_last
+        return new
+
     # -- jobs ---------------------------------------------------------------------------------------------------
 
     def targets(self, keys: list[BlockKey], tier_slots: list[SlotId]) -> list[Any]:
@@ -235,20 +251,16 @@ class DiskTier(LowerTier):
         self.has_block = bytearray()
         self.sums = [array("Q") for _ in ranks]
 
-    def restore(self, slots: int, puts: Sequence[Put], free: Sequence[SlotId], *, is_last: bool) -> None:
-        """Add a part of an earlier process's index. The last part opens the disk."""
-        known = self.pool.index.parts
-        new = [put for put in puts if put.key not in known[put.key[0]]]
-        blocks = {put.slot: put.key for put in new}
-        twice = () if len(new) == len(puts) else [put.slot for put in puts if put.slot not in blocks]
-        self.pool.adopt(slots, blocks, (*free, *twice))
+    def restore(
+        self, slots: int, puts: Sequence[Put], free: Sequence[SlotId], *, is_last: bool
+    ) -> Sequence[Put]:
+        new = super().restore(slots, puts, free, is_last=is_last)
         more = slots - len(self.has_block)
         self.has_block.extend(bytes(more))
         for of_rank in self.sums:
             of_rank.frombytes(bytes(8 * more))
-        self.capacity += len(puts) + len(free)
         self._add(new)
-        self.is_open = is_last
+        return new
 
     def extra(self, tier_slots: Sequence[SlotId] = ()) -> object:
         """Return each rank's checksums of these slots; nothing for a spill, whose checksums are not known yet."""

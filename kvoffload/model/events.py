@@ -124,7 +124,8 @@ class LoadEnded(Event, frozen=True):
     """A load has ended: the request continues with the loaded blocks, or recomputes them.
 
     `blocks` is the number of blocks with this `outcome`. A corrupt load has two events: one counts its corrupt blocks,
-    and one counts its other blocks as failed. `copy_s` is the slowest reporting rank's time.
+    and one counts its other blocks as failed. A load in parts whose next part cannot be fetched has one more event, without
+    blocks. `copy_s` is the slowest reporting rank's time.
     """
 
     job: JobId

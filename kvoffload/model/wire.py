@@ -50,6 +50,8 @@ class Tier(Enum):
 
 LOWER_TIERS = tuple(tier for tier in Tier if tier.miss_cause is not None)
 """The tiers below the host, in the order in which they are searched."""
+SLOT_TIERS = tuple(tier for tier in LOWER_TIERS if tier.has_slots)
+"""Those of them about whose slots the engine decides."""
 
 
 TargetT = TypeVar("TargetT")

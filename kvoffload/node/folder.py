@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -18,7 +19,7 @@ from kvoffload.disk.open_folder import OpenFolder, close_locked, lock, open_fold
 from kvoffload.disk.system import PAGE
 from kvoffload.logs import get_logger
 from kvoffload.model.errors import ConfigError, DiskError
-from kvoffload.node.file_systems import check_pages, check_tmpfs, page_bytes, remove_memory
+from kvoffload.node.file_systems import LARGER_TMPFS, check_pages, check_tmpfs, page_bytes, remove_memory
 from kvoffload.node.processes import Process, may_run, this_process
 
 _CLAIMS, _LOCK, _OWNER = "claims", "lock", "owner.json"
@@ -126,6 +127,8 @@ class HostPlace:
                 return _joined(kind, self.engine) or _taken_over(kind, self.engine)
         except (OSError, DiskError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                reason = f"{reason}; remove what stopped engines keep (kvoffload host-memory {self.root} --orphans), or {LARGER_TMPFS}"
             raise ConfigError([f"host_path: {self.root / self.kind} cannot be used: {reason}"]) from error
 
 
@@ -157,11 +160,13 @@ def _joined(kind: OpenFolder, engine: str) -> Claim | None:
     """Join the other processes of this engine in their folder; None if this process is the engine's first."""
     for name in _numbers(kind):
         folder = kind.make(str(name))
-        owner = _read_owner(folder)
-        if owner.engine == engine:
-            _write_owner(folder, msgspec.structs.replace(owner, processes=(*owner.processes, this_process())))
-            folder.lock = _locked(folder, fcntl.LOCK_SH)
-            return Claim(folder, owner.former)
+        with _closed_on_error(folder):
+            owner = _read_owner(folder)
+            if owner.engine == engine:
+                processes = (*owner.processes, this_process())
+                _write_owner(folder, msgspec.structs.replace(owner, processes=processes))
+                folder.lock = _locked(folder, fcntl.LOCK_SH)
+                return Claim(folder, owner.former)
         folder.close()
     return None
 
@@ -173,17 +178,24 @@ def _taken_over(kind: OpenFolder, engine: str) -> Claim:
     new = max(numbers, default=-1) + 1
     for number in (*by_size, new):
         folder = kind.make(str(number))
-        try:
+        with suppress(BlockingIOError), _closed_on_error(folder):
             folder.lock = _locked(folder, fcntl.LOCK_EX)
-        except BlockingIOError:
-            folder.close()
-            continue
-        before = _read_owner(folder)
-        former = (*before.processes, *[each for each in before.former if may_run(each)])
-        _write_owner(folder, Owner(engine, (this_process(),), former))
-        fcntl.flock(folder.lock, fcntl.LOCK_SH)
-        return Claim(folder, former)
+            before = _read_owner(folder)
+            former = (*before.processes, *[each for each in before.former if may_run(each)])
+            _write_owner(folder, Owner(engine, (this_process(),), former))
+            fcntl.flock(folder.lock, fcntl.LOCK_SH)
+            return Claim(folder, former)
     raise DiskError(f"another process has locked {kind.path / str(new)}")
+
+
+@contextmanager
+def _closed_on_error(folder: OpenFolder) -> Iterator[None]:
+    """Unlock and close a folder if an error ends the block, such as that of a full tmpfs."""
+    try:
+        yield
+    except BaseException:
+        folder.close()
+        raise
 
 
 def _locked(folder: OpenFolder, how: int) -> int:
@@ -339,16 +351,20 @@ def _unlink(folder: OpenFolder, names: Iterable[str]) -> None:
         remove_memory(folder, name)
 
 
-def make_room(place: HostPlace, is_needed: Callable[[], bool]) -> None:
+def make_room(place: HostPlace, fits: Callable[[int], bool]) -> None:
     """Remove orphans while this engine's memory does not fit: those of other kinds first, then the least recently used.
+
+    None is removed if its memory would not even fit without all of them, because this start will be refused.
 
     Args:
         place: this engine's place, which it has claimed.
-        is_needed: returns whether its memory does not fit.
+        fits: returns whether its memory would fit if this many more bytes were free.
     """
     orphans = [kept for kept in list_kept(place.root) if kept.is_orphan and kept.size_with(place.pages)]
+    if not fits(sum(kept.size_with(place.pages) for kept in orphans)):
+        return
     for kept in sorted(orphans, key=lambda kept: kept.path.parent.name == place.kind):
-        if not is_needed():
+        if fits(0):
             return
         remove_kept(kept)
 

@@ -177,7 +177,10 @@ def _slots_in_files(
     # A pool of huge pages is apart from the memory that the system and its cgroups count.
     from_pool = max(size, 0) if place.pages else 0
     if ranks.rank % ranks.local == 0:
-        make_room(place, lambda: not fits(size - from_pool) or free_bytes(place.memory) < size)
+        make_room(
+            place,
+            lambda freed: fits(size - from_pool - freed) and free_bytes(place.memory) >= size - freed,
+        )
     slots = _slots(config, ranks, layout, kept + from_pool)
     check_free(place.root, place.pages, size)
     return slots

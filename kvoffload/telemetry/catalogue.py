@@ -31,7 +31,7 @@ from kvoffload.model.causes import (
     StoreOutcome,
     TierOutcome,
 )
-from kvoffload.model.wire import LOWER_TIERS, Direction, Tier
+from kvoffload.model.wire import LOWER_TIERS, SLOT_TIERS, Direction, Tier
 
 if TYPE_CHECKING:
     from kvoffload.bus.bus import Bus
@@ -350,7 +350,6 @@ class Metric:
         return [labels for labels in self.series if off.isdisjoint(labels)]
 
 
-_WITH_SLOTS = tuple(tier for tier in LOWER_TIERS if tier.has_slots)
 _NODE = frozenset((Tier.NODE,))
 _REMOTE = frozenset((Tier.REMOTE,))
 _OF_ANY_TIER = MissCause.TIER_OPENING.value, EvictionCause.SPILL_BEHIND.value, LoadWait.FETCH.value
@@ -363,7 +362,7 @@ _ONLY_WITH: Mapping[str, Set[Tier]] = {
 
 
 # A copy has the label of the lower of its two tiers: a copy between the host and the disk has the label "disk".
-_TIER = Label("tier", Tier, served=(Tier.HOST, *_WITH_SLOTS))
+_TIER = Label("tier", Tier, served=(Tier.HOST, *SLOT_TIERS))
 # Only copies have the label of a tier that manages its blocks itself, because kvoffload does not know its slots.
 _COPY_TIERS = Label("tier", Tier, served=(Tier.HOST, *LOWER_TIERS))
 _LOWER_TIERS = Label("tier", Tier, served=LOWER_TIERS)
@@ -507,7 +506,7 @@ def _open_jobs(side: Side) -> Series:
         }
         for state, number in numbers.items():
             found[Tier.HOST.value, way.value, label_of(state)] = number
-            for tier in _WITH_SLOTS:
+            for tier in SLOT_TIERS:
                 found[tier.value, way.value, label_of(state)] = jobs.count(way, state, tier)
     return found
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
-from kvoffload.model.wire import Tier
+from kvoffload.model.wire import LOWER_TIERS, Tier
 from kvoffload.telemetry.catalogue import CATALOGUE, Kind, Metric
 from kvoffload.telemetry.payload import entries, split_labels
 
@@ -55,7 +55,8 @@ class Families:
         if engine not in self._engine_labels:
             return
         if states := payload.get("kvoffload_tier_state"):
-            self._create_series(engine, {Tier(split_labels(joined)[0]) for joined in states})
+            named = {split_labels(joined)[0] for joined in states if joined}
+            self._create_series(engine, {tier for tier in LOWER_TIERS if tier.value in named})
         for metric, joined, value in entries(payload):
             labels = split_labels(joined)
             if len(labels) != len(metric.labels):

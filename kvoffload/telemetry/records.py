@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 import math
+import os
 import re
 import typing
 import zlib
@@ -223,7 +224,7 @@ def rotated(path: Path) -> Path:
 def files_of(path: Path) -> list[Path]:
     """Return a journal's files: the rotated file, if it exists, and then `path`."""
     before = rotated(path)
-    return [before, path] if path.exists() and before.exists() else [path]
+    return [before, path] if os.path.exists(path) and os.path.exists(before) else [path]
 
 
 def last_time(path: Path) -> float | None:

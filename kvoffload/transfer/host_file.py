@@ -165,7 +165,7 @@ class HostFile:
     def begin(self) -> None:
         """Give the file its new id: copies may change its bytes from now on. Calling it again does nothing."""
         if not self._has_begun:
-            header = _header(self.shape, self.slots, self.slots, self.id).packed()
+            header = _header(self.shape, self.slots, self.slots, self.id).packed(self.files[0])
             self._memory[: len(header)] = header
             self._has_begun = True
 
@@ -240,16 +240,22 @@ class FileHeader(NamedTuple):
 
     @classmethod
     def read(cls, descriptor: int) -> FileHeader | None:
-        """Return the header of an open file; None if it is damaged."""
+        """Return the header of an open file; None if it is damaged or the file is a copy."""
         data = os.pread(descriptor, _HEADER.size + _SUM.size, 0)
         if len(data) < _HEADER.size + _SUM.size:
             return None
         found = cls(*_HEADER.unpack_from(data)[2:])
-        return found if found.packed().startswith(data) else None
+        return found if found.packed(descriptor).startswith(data) else None
 
-    def packed(self) -> bytes:
+    def packed(self, descriptor: int) -> bytes:
+        """Return the header's page in this file. Its checksum covers the file's identity too.
+
+        A copy of a folder in which an engine runs can have a table and files of different moments, so none of it counts.
+        """
+        found = os.fstat(descriptor)
         packed = _HEADER.pack(_MAGIC, _VERSION, *self)
-        return (packed + _SUM.pack(xxh3_64_intdigest(packed))).ljust(PAGE, b"\0")
+        checksum = xxh3_64_intdigest(b"%b%d %d" % (packed, found.st_dev, found.st_ino))
+        return (packed + _SUM.pack(checksum)).ljust(PAGE, b"\0")
 
 
 def open_host_file(claim: Claim, shape: RankShape, slots: int, pages: Path | None = None) -> HostFile:
@@ -288,7 +294,7 @@ def _opened(claim: Claim, shape: RankShape, slots: int, pages: Path | None, file
         os.ftruncate(descriptor, 0)
         os.ftruncate(descriptor, shape.page)
     # until the bytes are in their places, no table counts
-    _write(descriptor, shape.page, 0, _header(shape, 0, 0, _NO_ID).packed())
+    _write(descriptor, shape.page, 0, _header(shape, 0, 0, _NO_ID).packed(descriptor))
     kept, moves, previous = 0, 0, b""
     if found is not None:
         kept, moves, previous = min(found.kept, slots), found.moves + (found.slots != slots), found.id
@@ -298,7 +304,8 @@ def _opened(claim: Claim, shape: RankShape, slots: int, pages: Path | None, file
     if shape.verify != "off":
         files.append(folder.open(sums_name(shape.rank), os.O_RDWR | os.O_CREAT))
         os.posix_fallocate(files[1], 0, max(8 * slots, os.fstat(files[1]).st_size))
-    _write(descriptor, shape.page, 0, _header(shape, slots, kept, previous or _NO_ID, moves).packed())
+    header = _header(shape, slots, kept, previous or _NO_ID, moves)
+    _write(descriptor, shape.page, 0, header.packed(descriptor))
     return HostFile(shape, _Found(shape.digest, slots, _new_id(), previous, kept, end), files, claim)
 
 
@@ -368,7 +375,9 @@ def _read_header(folder: OpenFolder, name: str, descriptor: int, shape: RankShap
         return found if found.id != _NO_ID else None
     path = str(folder.path / name)
     log.warning(
-        "host_memory_replaced", file=path, reason="it is of other blocks, another verify, damaged or cut"
+        "host_memory_replaced",
+        file=path,
+        reason="it is of other blocks, another verify, damaged, cut or a copy",
     )
     return None
 

@@ -4,7 +4,7 @@ Ranks whose device blocks have the same bytes use the same host slots. So of a s
 copied by one of them, and the ranks' links share the work. Every rank loads all blocks that it needs.
 
     between device and host, remote tier    host slot s is copied by rank s % ranks
-    disk                                    slot d of the disk is slot d // ranks in the file of rank d % ranks
+    disk, or another tier with slots        slot d of the tier is slot d // ranks in the file of rank d % ranks
 
 A rank reports a whole job when its own part has ended, and at once if it has none. So a job's blocks are ready when
 every rank has reported, as without sharing.
@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.ids import JobId, Rank
-from kvoffload.model.wire import AnyJob, Direction, JobReport, Tier, TierStatus, TransferReport
+from kvoffload.model.wire import SLOT_TIERS, AnyJob, Direction, JobReport, TierStatus, TransferReport
 
 
 class Sharing(NamedTuple):
@@ -60,7 +60,7 @@ class SharedJobs:
         """Return this rank's parts of stores, spills or fetches. A job without one is in the next report."""
         parts = []
         for job in jobs:
-            owners = job.targets if job.tier is Tier.DISK else job.slots
+            owners = job.targets if job.tier in SLOT_TIERS else job.slots
             positions = [place for place, owner in enumerate(owners) if owner % self._ranks == self._place]
             if positions:
                 self._open[job.id] = job, positions
@@ -93,14 +93,14 @@ class SharedJobs:
 
     def _with_all_slots(self, status: TierStatus) -> TierStatus:
         file = status.file
-        if status.tier is not Tier.DISK or file is None:
+        if status.tier not in SLOT_TIERS or file is None:
             return status
         return replace(status, file=replace(file, slots=file.slots * self._ranks))
 
     def _part(self, job: AnyJob, positions: list[int]) -> AnyJob:
         slots = tuple([job.slots[place] for place in positions])
         targets, extra = tuple([job.targets[place] for place in positions]), job.extra
-        if job.tier is Tier.DISK:
+        if job.tier in SLOT_TIERS:
             targets = tuple([target // self._ranks for target in targets])
             extra = tuple([extra[place] for place in positions]) if extra else extra
         return replace(job, slots=slots, targets=targets, extra=extra)
@@ -124,7 +124,7 @@ class SharedJobs:
 
 def _sums(job: AnyJob, positions: Sequence[int], own: Sequence[int]) -> tuple[Any, ...]:
     """Return a spill's checksums with 0 for the blocks of other ranks; nothing for other jobs."""
-    if job.tier is not Tier.DISK or job.direction is not Direction.STORE:
+    if job.tier not in SLOT_TIERS or job.direction is not Direction.STORE:
         return ()
     found = dict(zip(positions, own, strict=True))
     return tuple([found.get(place, 0) for place in range(len(job.slots))])

@@ -15,8 +15,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from kvoffload.checks.launch import Launch
+from kvoffload.checks.launch import PLACEHOLDER, Launch
 from kvoffload.checks.options import positive, read_object, size
+from kvoffload.checks.script import load_yaml
 from kvoffload.model.errors import ConfigError
 
 DYNAMO = "dynamo.vllm"
@@ -128,7 +129,7 @@ def read_line(launch: Launch) -> Line:
     files = [value for name, value in options if name == "--config"]
     for file in files[-1:]:
         try:
-            options = [*_options(_words_of_file(file, is_here=not launch.image)), *options]
+            options = [*_options(_words_of_file(str(file or ""), is_here=not launch.image)), *options]
         except ConfigError as error:
             line.unread.append(str(error))
     for name, value in options:
@@ -145,7 +146,7 @@ def _read(line: Line, name: str, value: Any) -> None:  # noqa: ANN401  # a text,
         line.values[_attribute(switch)] = name == switch
         return
     convert = _VALUES.get(name)
-    if convert is None or "$" in str(value):
+    if convert is None or PLACEHOLDER.search(str(value)):
         return
     try:
         if name == "--kv-transfer-config":
@@ -223,7 +224,7 @@ def _scaled(text: str) -> int | None:
     return None if found is None else int(Fraction(found[1]) * _UNITS[found[2]])
 
 
-def _words_of_file(path: str | None, *, is_here: bool) -> list[str]:
+def _words_of_file(path: str, *, is_here: bool) -> list[str]:
     """Return the options in the YAML file that `--config` names, as words of a command line.
 
     Raises:
@@ -236,14 +237,14 @@ def _words_of_file(path: str | None, *, is_here: bool) -> list[str]:
     if not is_here:
         raise ConfigError([f"--config {path} is a file in the container"])
     try:
-        with Path(path or "").open(encoding="utf-8") as file:
-            found = yaml.safe_load(file.read(_LARGEST_FILE))
+        with Path(path).open(encoding="utf-8") as file:
+            documents = [*load_yaml(file.read(_LARGEST_FILE), f"--config {path}")]
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         reason = getattr(error, "strerror", None) or "it is not YAML"
         raise ConfigError([f"--config {path} cannot be read: {reason}"]) from error
-    if not isinstance(found, dict):
+    if len(documents) != 1 or not isinstance(documents[0], dict):
         raise ConfigError([f"--config {path} does not hold options with values"])
-    return [word for name, value in found.items() for word in _words(str(name), value)]
+    return [word for name, value in documents[0].items() for word in _words(str(name), value)]
 
 
 def _words(name: str, value: object) -> list[str]:

@@ -261,10 +261,12 @@ class KVOffloadTier(SecondaryTierManager):  # type: ignore[misc]  # the type che
     def get_stats(self) -> OffloadingConnectorStats | None:
         stats, names = OffloadingConnectorStats(), {metric.name for metric in METRICS}
         add = {Kind.COUNTER: stats.increase_counter, Kind.GAUGE: stats.set_gauge}
+        counted, is_busy, payload = self._counted, bool(self._failed), None
         try:
-            payload = self._counted.take() if self._counted is not None else None
+            if counted is not None and not (is_busy and counted.now() < counted.next_s):
+                payload = counted.take(is_busy=is_busy)
         except Exception as error:  # it would end vLLM's engine
-            self._counted = payload = None
+            self._counted = None
             log_removed("Changes", error)
         for name, series in (payload or {}).items():
             for joined, value in series.items() if name in names else ():

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -143,6 +145,15 @@ def test_the_store_policy_that_finds_most_is_advised(
     assert engine.texts()["stores"] == f"For 100 stored blocks 3 were loaded again{said}."
 
 
+def test_an_unknown_store_policy_of_a_later_version_is_compared_with_none() -> None:
+    engine = Engine(kvoffload_predicted_policy_hit_ratio={(name,): 0.1 for name in POLICIES})
+    engine.bus.publish(events.StoreEnded(StoreOutcome.STORED, 1000))
+    reading = engine.reading()
+    reading.samples["kvoffload_store_policy"] = [({"policy": "later"}, 1.0)]
+    (stores,) = (one.text for one in advise(reading) if one.about == "stores")
+    assert stores == "For 100 stored blocks 0 were loaded again."
+
+
 def test_what_offloading_brought_so_far_is_said_with_the_disks_bytes() -> None:
     engine = Engine(
         kvoffload_prefill_seconds_saved_total={(): 640},
@@ -246,9 +257,25 @@ def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest
     assert "not reachable" in capsys.readouterr().err
     assert main(["advise", "127.0.0.1:1"]) == Exit.USAGE
     assert "not reachable" in (said := capsys.readouterr().err)
-    assert "and there is no file 127.0.0.1:1" in said
+    assert "a file 127.0.0.1:1 does not exist" in said
     assert main(["advise", str(tmp_path / "none")]) == Exit.USAGE
     assert "nor an existing file" in capsys.readouterr().err
+    for name in ("none.invalid", "long" * 99):
+        assert main(["advise", name]) == Exit.USAGE
+        assert f"a file {name} does not exist" in capsys.readouterr().err
+
+
+def test_a_journal_may_come_through_a_pipe(
+    demo_journal: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["advise", str(demo_journal)])
+    expected = capsys.readouterr().out
+    os.mkfifo(pipe := tmp_path / "pipe")
+    writing = threading.Thread(target=pipe.write_bytes, args=(demo_journal.read_bytes(),), daemon=True)
+    writing.start()
+    assert main(["advise", str(pipe)]) == Exit.OK
+    writing.join()
+    assert capsys.readouterr().out == expected
 
 
 # -- the proof ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -123,12 +124,34 @@ OFFERED = line(1, 1.0, "BlocksOffered", blocks=3)
 
 
 @BOTH
-@pytest.mark.parametrize("options", [[], ["--last", "1h"]])
-def test_a_folder_is_a_one_line_error(
-    command: str, options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["-o", "-", "--last", "1h"], "whose end --last and a time without a date must know first"),
+        (["-o", "-", "--since", "12:00"], "give a date and time, or a file"),
+        ([], "give -o FILE"),
+    ],
+)
+def test_a_pipe_that_options_would_read_twice_or_write_beside_is_an_error(
+    command: str, options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, str(tmp_path), "-o", "-", *options]) == Exit.USAGE
-    assert capsys.readouterr() == ("", f"kvoffload: error: {tmp_path}: Is a directory\n")
+    os.mkfifo(pipe := tmp_path / "pipe")
+    assert main([command, str(pipe), *options]) == Exit.USAGE
+    assert said in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [pipe]
+
+
+@BOTH
+@pytest.mark.parametrize("options", [[], ["--last", "1h"]])
+@pytest.mark.parametrize("name", ["", "long" * 99])
+def test_a_folder_or_a_name_that_cannot_be_looked_up_is_a_one_line_error(
+    command: str, options: list[str], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, problem = tmp_path / name, "File name too long" if name else "Is a directory"
+    for output in ("-", str(path)):
+        said = f"{path} is the journal itself" if output != "-" and not name else f"{path}: {problem}"
+        assert main([command, str(path), "-o", output, *options]) == Exit.USAGE
+        assert capsys.readouterr() == ("", f"kvoffload: error: {said}\n")
 
 
 @BOTH

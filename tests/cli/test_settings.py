@@ -26,6 +26,14 @@ def test_every_key_is_listed_with_its_default_meaning_and_values(
     assert max(map(len, said.splitlines())) <= min(columns, 100)
 
 
+def test_a_terminal_that_says_it_has_one_column_gets_the_list(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    assert main(["settings", "host_bytes"]) == 0
+    assert capsys.readouterr().out.startswith("host_bytes ")
+
+
 def test_keys_for_special_cases_come_last_under_their_own_heading(capsys: pytest.CaptureFixture[str]) -> None:
     main(["settings"])
     common, advanced = capsys.readouterr().out.split("\nAdvanced")

@@ -173,6 +173,11 @@ TIERS = [
             [],
         ),
         (
+            {"kv_transfer_config": json.dumps(connector("OffloadingConnector", cpu_bytes_to_use=1))},
+            {"host_bytes": 1},
+            [],
+        ),
+        (
             {"--l1-size-gb": 100, "--port": 5555, "chunk-size": 256},
             {"host_bytes": "100GiB"},
             ["--port", "chunk-size"],

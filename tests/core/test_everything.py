@@ -366,14 +366,17 @@ class WithDisk(Everything):
         if really:
             self.world.fails(data.draw(st.sampled_from(self.world.ranks)), works=works)
 
-    @rule(data=st.data(), really=VERY_RARELY, disk=st.integers(-4, 8))
-    def restart(self, data: st.DataObject, really: bool, disk: int) -> None:
-        """Kill the engine, and start another one on the same disk."""
+    @rule(
+        data=st.data(), really=VERY_RARELY, disk=st.integers(-4, 8), host=st.sampled_from([None, 1, 2, 3, 5])
+    )
+    def restart(self, data: st.DataObject, really: bool, disk: int, host: int | None) -> None:
+        """Kill the engine, and start another one on the same disk. Prefixes there may be longer than the new host."""
         if not really:
             return
         before = self.world
         self.live, self.arriving = [], {}
         settings = {**self.settings, "disk": max(before.disk_size + disk, 1)}
+        settings["host"] = host or settings["host"]
         self.world = DiskWorld(*before.groups, before=before, **settings)
         self.may_have = {put.key for put in self.world.index.values()}
 
@@ -399,8 +402,43 @@ class WithDisk(Everything):
             assert world.disk.fetching or any(set(each) - {record} for each in loading)
             return None
         is_barred = not record.reads_cache or record.load_failed or state.degraded is not None
-        assert answer == (0 if is_barred else self._naive(request, world.device_hit(request)))
+        rest = record.hit.rest_tokens if record.hit is not None else 0
+        assert answer - rest == (0 if is_barred else self._naive(request, world.device_hit(request)))
         return answer
+
+
+class WithLongPrefixes(WithDisk):
+    """An engine with fewer host slots than prefixes on the disk have blocks."""
+
+    ENGINES: ClassVar = {**WithDisk.ENGINES, "host": st.integers(1, 5), "disk": st.integers(16, 32)}
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        super().start((full(),), data)
+        self.may_have = {put.key for put in self.world.index.values()}
+
+    @rule(text=st.sampled_from([text for text in TEXTS if len(text) > 20]))
+    def load_long(self, text: str) -> None:
+        """Let a request that no other request delays fetch what fits the host, and begin its load."""
+        self.world.device.forget_keys()
+        self.add(text, reads=True)
+        for _ in range(8):
+            answer = self._lookup(self.live[-1], may_wait=True)
+            if answer is not None:
+                self.world.allocate(self.live[-1], answer)
+                return
+            self._note(self.world.idle_step())
+            for job in self.world.submitted():
+                for rank in sorted(self.world.copies[job].running):
+                    self._arrive(job, rank)
+                    self.world.report(rank, job)
+
+    def _make_world(self, groups: tuple[GroupSpec, ...], settings: dict[str, Any]) -> DiskWorld:
+        self.settings = settings
+        before = DiskWorld(*groups, **{**settings, "host": 64, "min_hits": 0})
+        for text in TEXTS:
+            before.serve_again(text, text)
+        return DiskWorld(*groups, before=before, **settings)
 
 
 class WithTails(Everything):
@@ -450,3 +488,4 @@ class WithTails(Everything):
 TestEverything = pytest.mark.timeout(3600)(Everything.TestCase)
 TestWithTails = pytest.mark.timeout(3600)(WithTails.TestCase)
 TestWithDisk = pytest.mark.timeout(3600)(WithDisk.TestCase)
+TestWithLongPrefixes = pytest.mark.timeout(3600)(WithLongPrefixes.TestCase)

@@ -160,6 +160,18 @@ def test_a_first_round_may_fill_the_last_slots_of_the_host(kind: Kind) -> None:
 
 
 @on_each_tier
+@pytest.mark.parametrize("free", [1, 2, 3])
+def test_a_host_that_a_running_request_fills_has_no_room_for_a_second_round(kind: Kind, free: int) -> None:
+    """A round after the first leaves an eighth of the host, four blocks here, which is more than has room."""
+    world = next_engine(kind, LONG, host=32, blocks=128)
+    world.end(world.add("first", LONG))  # so that no warm start fetches the text
+    world.run(world.admitted("runs", "".join(map(chr, range(200, 201 + 4 * (32 - free))))))
+    world.finish()
+    assert world.pool.room == free
+    assert world.admit(world.fetched("late", LONG)) == 4 * free
+
+
+@on_each_tier
 def test_slots_that_another_request_holds_for_the_same_prefix_take_no_room(kind: Kind) -> None:
     world = next_engine(kind, LONG[:53], host=16)
     head = wait_for_rounds(world, world.add("head", LONG[:33]))

@@ -12,6 +12,7 @@ from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import JobId, RequestId
 from tests.core.each_tier import CAUSES, LONG, Kind, next_engine, on_each_tier, rounds, wait_for_rounds
 from tests.core.lower_world import LOAD, LowerWorld
+from tests.core.remote_world import RemoteWorld
 from tests.core.world import CORRUPT, FAILED, Req, full, key_at
 
 
@@ -166,6 +167,21 @@ def test_r10_a_long_load_ends_after_the_part_that_is_loaded_during_a_reset(kind:
     assert world.results == []
     world.finish()
     fails(world, request)
+
+
+def test_r10_after_a_reset_a_long_load_takes_no_later_blocks_behind_its_earlier_head() -> None:
+    world, request = in_parts(RemoteWorld)
+    assert isinstance(world, RemoteWorld)
+    world.idle_step()
+    world.reset()
+    world.reach()
+    RemoteWorld(store=world.store, namespace=world.namespace).share(LONG)
+    world.add("other", LONG)  # the store says that it has the blocks
+    world.finish()
+    assert world.results == [("late", False)]
+    for each in (world.requests["other"], request):
+        world.end(each)
+    world.drain()
 
 
 @on_each_tier

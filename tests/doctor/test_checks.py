@@ -413,6 +413,12 @@ def test_a_disk_that_others_can_replace_or_that_is_read_only_is_a_warning(
     assert found == ("warning", f"{tmp_path} cannot be written: Permission denied")
 
 
+def test_a_disk_that_cannot_be_looked_up_is_a_warning_that_says_why(tmp_path: Path) -> None:
+    for name in ("disk space", "disk folder"):
+        verdict, text = of_disk(name, machine(tmp_path / name), tmp_path / ("long" * 99))
+        assert (verdict, "cannot be used: File name too long" in text) == ("warning", True)
+
+
 def of_journal(path: Path, tmp_path: Path) -> tuple[str, str]:
     return ask(outputs.CHECKS, "journal", setup(journal_path=path), machine(tmp_path / "machine"))
 
@@ -430,7 +436,11 @@ def test_a_journal_is_tried_and_stays_unchanged(tmp_path: Path) -> None:
 def test_a_journal_that_a_start_would_refuse_is_an_error(tmp_path: Path) -> None:
     open_one = JournalFile(tmp_path / "open")
     try:
-        for name, reason in (("none/journal", "No such file"), ("open", "another process writes it")):
+        for name, reason in (
+            ("none/journal", "No such file"),
+            ("open", "another process writes it"),
+            ("long" * 99, "File name too long"),
+        ):
             verdict, text = of_journal(tmp_path / name, tmp_path)
             assert verdict == "error"
             assert reason in text

@@ -61,6 +61,8 @@ def test_a_path_that_cannot_be_a_folder_is_an_error(shared_memory: Path, tmp_pat
     (shared_memory / "file").touch()
     verdict, text = asked("host path", shared_memory / "file" / "below", tmp_path)
     assert (verdict, "is not a folder in which" in text) == ("error", True)
+    verdict, text = asked("host path", shared_memory / ("long" * 99), tmp_path)
+    assert (verdict, "File name too long" in text) == ("error", True)
 
 
 @pytest.mark.parametrize(

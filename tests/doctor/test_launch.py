@@ -157,7 +157,7 @@ kind: Deployment
 spec:
   template:
     spec:
-      initContainers: [{name: check, command: [check, engine], args: [--x]}]
+      initContainers: [{name: check, command: [kvoffload, doctor], args: [--x, --, engine, serve, N]}]
       containers:
         - name: side
           image: nginx
@@ -292,10 +292,15 @@ def test_variables_are_replaced_if_their_value_is_known(monkeypatch: pytest.Monk
     monkeypatch.setenv("MODEL", "org/m")
     monkeypatch.delenv("RANKS", raising=False)
     found = find(
-        ["sh", "-c", "PORT=8000 engine serve $MODEL --port ${PORT} --ranks $RANKS --id=$(POD_IP) $@"]
+        [
+            "sh",
+            "-c",
+            "PORT=8000 engine serve $MODEL --port ${PORT} --ranks $RANKS --id=$(POD_IP) $@ -n `nproc`",
+        ]
     )
-    assert found.arguments == ("org/m", "--port", "8000", "--ranks", "$RANKS", "--id=$(POD_IP)", "$@")
-    assert found.placeholders == ["$RANKS", "--id=$(POD_IP)", "$@"]
+    known = ("org/m", "--port", "8000")
+    assert found.arguments == (*known, "--ranks", "$RANKS", "--id=$(POD_IP)", "$@", "-n", "`nproc`")
+    assert found.placeholders == ["$RANKS", "--id=$(POD_IP)", "$@", "`nproc`"]
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def _renumber_jobs(world: World) -> None:
             record.awaits_fetch = (numbers[job], tokens) if job in numbers else None
         if record.rest is not None:
             record.rest.job = numbers[record.rest.job]
+            record.rest.load = JobId(-1)  # only an event names it
     if jobs.last == len(numbers) - 1:
         return
     for each in jobs.open.values():

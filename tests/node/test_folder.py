@@ -20,6 +20,7 @@ from kvoffload.node.file_systems import check_free, free_bytes
 from kvoffload.node.folder import Claim, HostPlace, bound_orphans, list_kept, make_room, remove_kept
 from kvoffload.node.processes import Process, may_run, this_process
 from tests.captured_logs import capture_logs
+from tests.mounts import mounted
 
 
 def place(root: Path, engine: str, kind: str = "kind") -> HostPlace:
@@ -95,6 +96,18 @@ def test_a_folder_of_other_users_is_refused(shared_memory: Path) -> None:
         place(shared_memory, "a").claim()
 
 
+def test_a_claim_that_fails_because_the_tmpfs_is_full_keeps_no_folder() -> None:
+    with mounted("tmpfs", "size=64k") as root:
+        place(root, "a").claim().close()
+        (root / "full").write_bytes(b"x" * free_bytes(root))
+        with pytest.raises(
+            ConfigError, match=r"No space left on device; remove .* --orphans\), or make it larger"
+        ):
+            place(root, "b").claim()
+        (kept,) = list_kept(root)
+        assert kept.is_orphan
+
+
 def test_a_process_that_never_stops_choosing_is_an_error(
     shared_memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,14 +158,25 @@ def test_orphans_of_other_kinds_make_room_first_and_only_while_room_is_needed(sh
     claim = mine.claim()
     asked: list[list[bool]] = []
 
-    def is_needed() -> bool:
+    def fits(freed: int) -> bool:
+        if freed:
+            return freed == sum(kept.size for kept in list_kept(shared_memory) if kept.is_orphan)
         asked.append([path.exists() for path in (*others, *same)])
-        return len(asked) < 4
+        return len(asked) == 4
 
-    make_room(mine, is_needed)
+    make_room(mine, fits)
     (kept,) = (path for path in same if path.exists())
     assert kept == claim.folder.path
     assert asked[:3] == [[True, True, True, True], [False, True, True, True], [False, False, True, True]]
+
+
+def test_orphans_stay_if_memory_would_not_even_fit_without_them(shared_memory: Path) -> None:
+    paths = orphans(shared_memory, 10_000, 10_000, kind="other")
+    mine = place(shared_memory, "mine")
+    claim = mine.claim()
+    make_room(mine, lambda freed: False)
+    assert all(path.exists() for path in paths)
+    claim.close()
 
 
 def test_memory_in_use_is_never_removed(shared_memory: Path) -> None:
@@ -191,7 +215,7 @@ def test_what_engines_have_not_made_is_neither_listed_nor_changed_nor_removed(sh
     assert [kept.path for kept in list_kept(shared_memory)] == [path]
     (path / "a letter").touch()
     bound_orphans(shared_memory, 0)
-    make_room(place(shared_memory, "mine"), lambda: True)
+    make_room(place(shared_memory, "mine"), bool)
     assert look() == before
     assert [each.name for each in path.iterdir()] == ["a letter"]
     assert list_kept(shared_memory / "missing") == []

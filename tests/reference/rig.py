@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from kvoffload.model.ids import Rank
 from kvoffload.model.wire import Direction
 from kvoffload.telemetry.counters import Snapshot
 from kvoffload.testing import FakeClock, GatedCopier, GatedTicket
+from kvoffload.transfer.host_file import _HEADER, FileHeader
 from kvoffload.transfer.ports import Clocks
 from kvoffload_reference.plugin import ReferencePlugin
 from tests.conservation import conservation, slot_problems
@@ -24,6 +26,7 @@ from tests.runtime.manual_portal import ManualPortal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from kvoffload.runtime.scheduler_side import SchedulerSide
     from kvoffload.runtime.worker_side import WorkerSide
@@ -304,6 +307,13 @@ def plain(kind: str, prompt: tuple[int, ...], new_tokens: int) -> list[Token]:
 def text(seed: int, tokens: int) -> tuple[int, ...]:
     """Return a prompt. Of two prompts with the same seed, the shorter is a prefix of the longer."""
     return tuple(random.Random(seed).choices(range(64), k=tokens))
+
+
+def as_original(path: Path) -> None:
+    """Give a copied file of host memory the header of an original, because an engine takes no copies."""
+    with path.open("r+b") as file:
+        header = FileHeader(*_HEADER.unpack(file.read(_HEADER.size))[2:])
+        os.pwrite(file.fileno(), header.packed(file.fileno()), 0)
 
 
 def on_host_only(made: Rig, *prompts: tuple[int, ...]) -> None:

@@ -28,7 +28,7 @@ from kvoffload.transfer.arena import Arena
 from tests.captured_logs import capture_logs
 from tests.gates import ManualExecutor
 from tests.mounts import mounted
-from tests.reference.rig import BLOCK, KINDS, Engines, Rig, rig, slot_bytes, text
+from tests.reference.rig import BLOCK, KINDS, Engines, Rig, as_original, rig, slot_bytes, text
 from tests.runtime.manual_portal import ManualPortal
 
 PROMPT = text(1, 10 * BLOCK)
@@ -89,7 +89,10 @@ def test_the_next_engine_may_have_more_or_fewer_slots(
 
 def killed(root: Path) -> Path:
     """Return a copy of the folder as it is now: what an engine leaves that is killed now."""
-    return Path(shutil.copytree(root, root / "copy" / "of"))
+    copy = Path(shutil.copytree(root, root / "copy" / "of"))
+    for path in copy.glob("*/*/rank*"):
+        as_original(path)
+    return copy
 
 
 def killed_while_storing(made: Rig, root: Path, prompt: tuple[int, ...] = PROMPT) -> tuple[Path, set[SlotId]]:
@@ -312,6 +315,22 @@ def test_r20_without_one_of_its_files_or_a_part_of_it_nothing_is_found(
     else:
         path.unlink()
     made = start(ranks=2)
+    assert indexed(made) == {}
+    assert loaded(made) == 0
+
+
+@pytest.mark.parametrize("late", ["rank0", "table"])
+def test_r20_in_a_copy_of_a_folder_that_an_engine_uses_nothing_is_found(
+    start: StartEngine, shared_memory: Path, late: str
+) -> None:
+    """A copy takes a while, so one of its files is from before other blocks took the slots, and one from after."""
+    made = start(host_blocks=12)
+    made.run(PROMPT)
+    copy = Path(shutil.copytree(shared_memory, shared_memory / "copy" / "of"))
+    made.run(text(2, 10 * BLOCK))
+    (path,) = shared_memory.glob(f"reference-*/0/{late}")
+    shutil.copy(path, copy / path.relative_to(shared_memory))
+    made = start(host_blocks=12, host_path=copy)
     assert indexed(made) == {}
     assert loaded(made) == 0
 
@@ -567,6 +586,18 @@ def test_a_tmpfs_with_room_for_the_slots_and_not_for_their_table_is_refused(
         start()
     room += 2 * table_bytes(200, 1)
     start().run(PROMPT)
+
+
+def test_a_start_that_asks_for_too_much_leaves_the_memory_of_stopped_engines(
+    start: StartEngine, engines: Engines, shared_memory: Path
+) -> None:
+    start(weights_id="other").run(PROMPT)
+    engines.stop_all()
+    (kept,) = list_kept(shared_memory)
+    with pytest.raises(ConfigError, match="host_bytes"):
+        start(host_blocks=2**50 // slot_bytes("full"))
+    assert kept.path in [each.path for each in list_kept(shared_memory)]
+    assert loaded(start(weights_id="other")) > 0
 
 
 def test_a_table_that_cannot_be_written_is_an_adoption_that_failed(

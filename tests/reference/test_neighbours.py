@@ -22,7 +22,7 @@ from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.transfer import node
 from tests.captured_logs import capture_logs
 from tests.gates import ManualExecutor
-from tests.reference.rig import BLOCK, KINDS, Engines, Rig, rig, text
+from tests.reference.rig import BLOCK, KINDS, Engines, Rig, as_original, rig, text
 
 PROMPT = text(1, 10 * BLOCK)
 BLOCKS = len(PROMPT) // BLOCK - 1  # the last token is computed, and with it the last block
@@ -281,6 +281,7 @@ def cut(engines: Engines, owner: Rig) -> None:
     """Cut a rank's file after the engine has opened it. The engine itself would not survive the next use of it."""
     path = host_of(owner).shared[0]  # type: ignore[index]
     shutil.copy(path / "rank0", path / "copy")
+    as_original(path / "copy")
     os.truncate(path / "copy", 4096)
     os.rename(path / "copy", path / "rank0")
 

@@ -82,6 +82,8 @@ def test_unknown_metrics_labels_and_engines_are_ignored() -> None:
     made.observe({"kvoffload_lookup_blocks_total": {"hit,more": 1}}, 0)
     made.observe({"kvoffload_resets_total": {"": 1}}, 7)
     assert value("kvoffload_resets_total") == 0
+    made.observe({"kvoffload_tier_state": {"of tomorrow,open": 1}, "kvoffload_resets_total": {"": 1}}, 0)
+    assert value("kvoffload_resets_total") == 1
 
 
 def test_a_second_engines_metrics_replace_the_first_engines() -> None:

@@ -167,6 +167,8 @@ def test_the_file_of_config_is_read_and_the_line_overrides_it(tmp_path: Path) ->
         ("a: [", "not YAML"),
         ("a: " + "[" * 4000, "not YAML"),
         ("\xff", "not YAML"),
+        ("a: 1\n---\nb: 2\n", "does not hold options"),
+        (f"a: &a {'x' * 50_000}\nb: [{', '.join(['*a'] * 1_000)}]\n", "with its aliases written out"),
     ],
 )
 def test_a_file_of_config_that_cannot_be_read_is_said(tmp_path: Path, content: str | None, said: str) -> None:
@@ -177,11 +179,19 @@ def test_a_file_of_config_that_cannot_be_read_is_said(tmp_path: Path, content: s
     assert said in found.unread[0]
 
 
+def test_a_mistyped_option_that_names_no_file_is_said() -> None:
+    for words in ("--config.yaml", "--config.a 1", "--config"):
+        found = read(f"vllm serve M {words}")
+        assert (found.values, len(found.unread)) == ({"model": "M"}, 1)
+
+
 def test_a_file_in_a_container_and_a_variable_are_unread(tmp_path: Path) -> None:
     (tmp_path / "serve.yaml").write_text(YAML)
     inside = read(f"docker run vllm/vllm-openai M --config {tmp_path}/serve.yaml")
     assert (inside.values, len(inside.unread)) == ({"model": "M"}, 1)
-    assert read("vllm serve M -tp '$RANKS_UNSET'").unread == ["the values of variables in $RANKS_UNSET"]
+    for unknown in ("$RANKS_UNSET", "`nproc`"):
+        found = read(f"vllm serve M -tp '{unknown}'")
+        assert (found.unread, found.problems) == ([f"the values of variables in {unknown}"], [])
 
 
 SIZED = ["-tp", "2", "-dp", "4", "-dpl", "2", "--kv-cache-dtype", "fp8", "--kv-cache-memory-bytes", "100MiB"]

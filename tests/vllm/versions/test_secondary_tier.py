@@ -343,8 +343,22 @@ def test_an_exception_in_the_tiers_threads_costs_hits_and_one_line(
     assert line["reason"] == "ValueError: the memory is gone"
 
 
+def test_while_requests_are_live_a_step_sends_a_few_metrics(tmp_path: Path) -> None:
+    with living(tmp_path) as life:
+        life.ask()
+        life.tier._failed["a request"] = set()
+        counted, sent = life.tier._counted, []
+        counted.next_s = counted.now()
+        while counted.now() >= counted.next_s:
+            sent.append(set(life.tier.get_stats().data["data"]))
+        assert life.tier.get_stats().is_empty()
+        life.tier._failed.clear()
+    assert len(sent) > 1
+    assert max(map(len, sent)) <= 10
+
+
 def test_statistics_that_raise_end_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
+    def fail(**_: object) -> None:
         raise ValueError("no metrics")
 
     with capture_logs() as lines, living(tmp_path) as life:
