@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+from dashboards.generate.boards import BOARDS
 from dashboards.generate.files import FILES
+from dashboards.generate.grafana import check_colours
 
 
 def main() -> int:
@@ -13,6 +15,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="write the dashboards and the runbook")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is stale")
     only_check = parser.parse_args().check
+    check_colours(BOARDS)
     stale = [(path, make()) for path, make in FILES.items()]
     stale = [(path, text) for path, text in stale if not path.exists() or path.read_text() != text]
     for path, text in stale:

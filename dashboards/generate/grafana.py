@@ -18,6 +18,7 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from dashboards.generate.boards import Board, Kind, Limits, Panel, Query
 from dashboards.generate.colours import COLOURS, LIMITS
 from dashboards.generate.promql import VARIABLES, choose_engines
+from kvoffload.model.wire import Direction, Tier
 
 TAG = "kvoffload"
 _SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
@@ -48,6 +49,23 @@ def places(boards: Iterable[Board]) -> Places:
         for board in boards
         for number, panel in _numbered(board)
     }
+
+
+def check_colours(boards: Iterable[Board]) -> None:
+    """Check that every series has a colour.
+
+    Raises:
+        SystemExit: some have none; the message lists all of them, and the files that need them.
+    """
+    missing = {name for board in boards for panel in board.panels for name in panel.names} - COLOURS.keys()
+    in_figures = missing & {label.value for label in (*Tier, *Direction)}
+    lacking = {
+        "COLOURS of kvoffload/cli/figures.py (tiers and directions)": in_figures,
+        "dashboards/generate/colours.py": missing - in_figures,
+    }
+    if missing:
+        texts = [f"{file}: {', '.join(sorted(names))}" for file, names in lacking.items() if names]
+        raise SystemExit(f"colours are missing in {'; in '.join(texts)}")
 
 
 def render(board: Board, links: Places) -> str:
@@ -255,15 +273,9 @@ def _lines(panel: Panel) -> timeseries.Panel:
     return made
 
 
-def _colour(panel: Panel, name: str) -> str:
-    if name not in COLOURS:
-        raise SystemExit(f"panel {panel.title!r}: {name!r} has no colour in dashboards/generate/colours.py")
-    return COLOURS[name]
-
-
 def _style(panel: Panel, name: str) -> list[model.DynamicConfigValue]:
     properties = [
-        model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": _colour(panel, name)}),
+        model.DynamicConfigValue(id_val="color", value={"mode": "fixed", "fixedColor": COLOURS[name]}),
     ]
     # The capacity is a line above the stack, not a part of the stack.
     if panel.kind is Kind.STACK and name == "capacity":

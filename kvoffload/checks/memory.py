@@ -21,14 +21,20 @@ from kvoffload.node.file_systems import (
 )
 from kvoffload.node.folder import Kept, list_kept
 from kvoffload.transfer.arena import CHUNK_BYTES
-from kvoffload.transfer.host_memory import RESERVE, exceeded, memory_limits, preferred_node, read_file
+from kvoffload.transfer.host_memory import (
+    RESERVE,
+    SMALL_HOST,
+    exceeded,
+    memory_limits,
+    preferred_node,
+    read_file,
+    small_host_policy,
+)
 
 _SPARE = 10  # a tenth of the memory should stay free
 _LESS = "lower host_bytes, or free memory"
 _CONTAINERS_DEFAULT = 64 * 2**20  # of /dev/shm in Docker and Kubernetes
 _GOOD_PAGE = 64 * 2**10
-# With fewer host blocks per device block, "eager" gets less than 80% of the hits that "lazy" gets.
-_WORTH = 1.5
 _BATCHED = 12080  # since this CUDA version, one driver call can copy many blocks
 
 SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
@@ -227,15 +233,12 @@ def _compared(setup: Setup, ratio: str, host: int, device: int, device_bytes: in
         device: the size of the device's KV cache, in the same unit.
         device_bytes: the bytes of the KV cache on one rank.
     """
-    if host < _WORTH * device and setup.config.store_policy == "eager":
+    if host < SMALL_HOST * device and setup.config.store_policy == "eager":
         whole = size_text(device_bytes * setup.copies)
-        # `auto` stays `eager` where another process may find the blocks.
-        less = "auto, which stores what would be found most"
-        if setup.config.outlives_engine:
-            less = "lazy, which stores only what the device evicts"
         return warn(
             f"{ratio}: the host holds little that the device does not hold too",
-            f"raise host_bytes to several times the device's {whole}, or set store_policy to {less}",
+            f"raise host_bytes to at least three times the device's {whole}, or set store_policy to "
+            f"{small_host_policy(setup.config)}",
         )
     return ok(f"{ratio}, {host / device:.1f} times as many")
 

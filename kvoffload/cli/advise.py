@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvoffload.cli.exits import CommandError, Exit
-from kvoffload.cli.top import LOST, SAVED, Reading, Server, page_url, predicted
+from kvoffload.cli.top import LOST, SAVED, UNSURE, Reading, Server, page_url, predicted, unknown
 from kvoffload.model.config import AUTO, size_text
 from kvoffload.model.wire import Tier
-from kvoffload.telemetry.catalogue import CAPACITIES, POLICIES, TierSizes
+from kvoffload.telemetry.catalogue import POLICIES, HostBytes, TierSizes
 
 if TYPE_CHECKING:
     from kvoffload.cli.figures import Account
@@ -32,8 +32,8 @@ _WORTH = 0.02  # a doubling of a tier should find this share of prompt tokens mo
 _LITTLE = 0.005  # a smaller tier that finds this share less is enough
 _LEAST_REUSE = 0.05  # below this share of loads per store, eager stores are too many
 _SHORT_S = 600.0
-_UNSURE = 0.05  # predictions that may be off by this share, or are off by it today, are not to be trusted
 _DOUBLINGS = (2.0, 4.0, 8.0)
+_LARGEST = _DOUBLINGS[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,44 +127,62 @@ def advise(reading: Reading) -> list[Sentence]:
 
 
 def _host(reading: Reading) -> Sentence | None:
-    found = predicted(reading, TierSizes.HOST)
+    ready, wanted = _growth(reading)
+    if ready < wanted:
+        text = f"Of the configured {size_text(wanted)} of host memory {size_text(ready)} are ready; other sizes are compared once all are."
+        return Sentence("host", text, {"bytes": wanted, "today_bytes": ready})
     what = "host memory, not counting the disk," if _tier_bytes(reading, Tier.DISK) else "host memory"
-    return _resize(reading, "host", what, found, _tier_bytes(reading, Tier.HOST))
+    return _resize(reading, "host", what, TierSizes.HOST, _tier_bytes(reading, Tier.HOST))
 
 
 def _disk(reading: Reading) -> Sentence | None:
-    found = predicted(reading, TierSizes.HOST_AND_DISK)
     if size := _tier_bytes(reading, Tier.DISK):
-        return _resize(reading, "disk", "disk", found, size)
-    host, today = _tier_bytes(reading, Tier.HOST), predicted(reading, TierSizes.HOST)[1]
-    if not host or not any(found.values()):
+        return _resize(reading, "disk", "disk", TierSizes.HOST_AND_DISK, size)
+    ready, wanted = _growth(reading)
+    host = _tier_bytes(reading, Tier.HOST)
+    if not host or ready < wanted or not any(predicted(reading, TierSizes.HOST_AND_DISK).values()):
         return None
+    return _new_disk(reading, host)
+
+
+def _new_disk(reading: Reading, host: float) -> Sentence:
+    """Advise the smallest disk that finds nearly as much as the largest one, if that is worth it."""
+    found, lacking = (each(reading, TierSizes.HOST_AND_DISK) for each in (predicted, unknown))
+    today = predicted(reading, TierSizes.HOST)[1]
     most = max(found.values())
     times = min(times for times in found if found[times] >= most - _LITTLE)
     gain = found[times] - today
     numbers = {"bytes": times * host, "predicted": found[times], "today": today, "gain": gain}
-    if gain < _WORTH:
-        return Sentence("disk", f"A disk would find only {_points(gain)} more.", numbers)
-    text = f"A disk of {size_text(times * host)} below today's host would find {_percent(found[times])} of prompt tokens, {_points(gain)} more"
-    return Sentence(
-        "disk", f"{text}{_prefill(reading, gain)}{_sure(reading, TierSizes.HOST_AND_DISK, times)}.", numbers
+    if gain >= _WORTH:
+        text = f"A disk of {size_text(times * host)} below today's host would find {_percent(found[times])} of prompt tokens, {_points(gain)} more{_prefill(reading, gain)}{_sure(reading, lacking[times])}."
+    elif lacking[_LARGEST] >= UNSURE:
+        text = f"Whether a disk would find more is not known yet: so far it would have found {_points(gain)} more, and {_more(lacking[_LARGEST])}."
+    else:
+        text = f"A disk would find only {_points(gain)} more."
+    return Sentence("disk", text, numbers | {"unknown": lacking[times]})
+
+
+def _growth(reading: Reading) -> tuple[float, float]:
+    """Return how many bytes of host memory are ready, and how many are configured."""
+    ready, wanted = (
+        reading.total("kvoffload_host_bytes", state=state.value)
+        for state in (HostBytes.RESERVED, HostBytes.WANTED)
     )
+    return ready, wanted
 
 
-def _resize(
-    reading: Reading, about: str, what: str, found: Mapping[float, float], size: float
-) -> Sentence | None:
-    """Advise to enlarge a tier while each doubling finds more, to shrink it if that loses little, or neither."""
+def _resize(reading: Reading, about: str, what: str, tiers: TierSizes, size: float) -> Sentence | None:
+    """Advise to enlarge a tier while each doubling finds more, to shrink it if that loses little, or neither.
+
+    That a size finds no more than a smaller one is only said if the blocks of an earlier process would change little.
+    """
+    found, lacking = predicted(reading, tiers), unknown(reading, tiers)
     today = found[1]
     if not size or not any(found.values()):
         return None
-    worth = [
-        times
-        for times in _DOUBLINGS
-        if found[times] - found[times / 2] >= _WORTH and found[times] - today >= _WORTH * log2(times)
-    ]
+    worth = [times for times in _DOUBLINGS if _is_worth(found, times)]
     enough = [times for times in found if times < 1 and today - found[times] < _LITTLE]
-    times = max(worth) if worth else min(enough, default=8.0)
+    times = max(worth) if worth else min(enough, default=_LARGEST)
     gain = found[times] - today
     numbers = {
         "bytes": times * size,
@@ -172,16 +190,26 @@ def _resize(
         "predicted": found[times],
         "today": today,
         "gain": gain,
+        "unknown": lacking[times],
     }
+    small, large = min(times, 1.0), max(times, 1.0)
+    if not worth and lacking[large] >= UNSURE:
+        most = size_text(large * size)
+        text = f"Whether {size_text(small * size)} of {what} would find as much as {most} is not known yet: so far {most} would have found {_percent(found[large])} of prompt tokens, and {_more(lacking[large])}."
+        return Sentence(about, text, numbers)
     change = f"{size_text(times * size)} instead of {size_text(size)} of {what} would find"
     shares = f"{_percent(found[times])} of prompt tokens instead of {_percent(today)}"
-    tiers = TierSizes.HOST if about == "host" else TierSizes.HOST_AND_DISK
-    sure = _sure(reading, tiers, times)
+    sure = _sure(reading, lacking[times])
     if worth:
         return Sentence(about, f"{change} {shares}{_prefill(reading, gain)}{sure}.", numbers)
     if enough:
         return Sentence(about, f"{change} nearly as much, {shares}{sure}.", numbers)
     return Sentence(about, f"Even {change} only {shares}{sure}.", numbers)
+
+
+def _is_worth(found: Mapping[float, float], times: float) -> bool:
+    """Return whether this multiple of today's size finds enough more than half of it, and than today's."""
+    return found[times] - found[times / 2] >= _WORTH and found[times] - found[1] >= _WORTH * log2(times)
 
 
 def _stores(reading: Reading) -> Sentence | None:
@@ -238,10 +266,10 @@ def _trust(reading: Reading) -> Sentence:
             ("offloading is off", bool(reading.values("kvoffload_degraded", "cause"))),
             ("there are no predictions yet", not seconds),
             (f"they rest on {_duration(seconds)} of traffic", 0 < seconds < _SHORT_S),
-            (f"they may be off by {_points(margin)}", bool(seconds) and margin > _UNSURE),
+            (f"they may be off by {_points(margin)}", bool(seconds) and margin > UNSURE),
             (
                 f"{_percent(measured)} of prompt tokens were found, not {_percent(today)} as predicted for today's size",
-                abs(today - measured) > _UNSURE,
+                abs(today - measured) > UNSURE,
             ),
         )
         if is_so
@@ -274,13 +302,19 @@ def _prefill(reading: Reading, gain: float) -> str:
     return f", some {60 * tokens_per_s / rate:,.1f} seconds of prefill a minute" if rate else ""
 
 
-def _sure(reading: Reading, tiers: TierSizes, times: float) -> str:
-    """Return how sure a prediction is, as the end of a sentence."""
-    (capacity,) = [name for name, each in CAPACITIES.items() if each == times]
-    name = "kvoffload_predicted_unknown_ratio"
-    unknown = reading.total(name, tiers=tiers.value, capacity=capacity)
-    more = f"; up to {_points(unknown)} more once it has been filled" if unknown >= _WORTH else ""
+def _sure(reading: Reading, lacking: float) -> str:
+    """Return how sure a prediction is, as the end of a sentence.
+
+    Args:
+        reading: the engine's metrics.
+        lacking: the share that might have been found in addition, had the tier been full at the start.
+    """
+    more = f"; {_more(lacking)}" if lacking >= _WORTH else ""
     return f" (give or take {_points(reading.total('kvoffload_predicted_margin_ratio'))}{more})"
+
+
+def _more(lacking: float) -> str:
+    return f"up to {_points(lacking)} more, if it had been full at the start"
 
 
 def _percent(share: float) -> str:

@@ -123,7 +123,7 @@ def _findings(args: argparse.Namespace) -> list[Finding]:
     raw = settings[0] if settings else {}
     rank_bytes = sizes.device_bytes or (sizes.block_bytes or 0) * (sizes.device_blocks or 0)
     copies = sizes.ranks // sizes.sharers
-    advice = advise_host_bytes(copies, copies * rank_bytes or None)
+    advice = advise_host_bytes(copies, copies * rank_bytes or None, raw=raw)
     speed = [memory.COPY_SPEED] if sizes.page_bytes else []
     if given.parse is None:
         ours = [*memory.CHECKS, *speed, *memory.GPUS, *outputs.CHECKS]
@@ -201,7 +201,7 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool = False) -> str:
-    """Return a report: the verdict in one line, a paragraph for each problem, and a summary of unknown results.
+    """Return a report: the verdict in one line, a paragraph for each problem, and one for each remedy of unknown results.
 
     The worst problems come first.
 
@@ -214,7 +214,7 @@ def as_text(findings: Sequence[Finding], *, verbose: bool = False, strict: bool 
     shown = set(Verdict) if verbose else {*FAILING, Verdict.UNKNOWN} if strict else FAILING
     lines = [line for verdict in by_verdict if verdict in shown for line in _paragraphs(by_verdict[verdict])]
     if by_verdict[Verdict.UNKNOWN] and Verdict.UNKNOWN not in shown:
-        lines.append(_wrapped(Verdict.UNKNOWN, _by_remedy(by_verdict[Verdict.UNKNOWN])))
+        lines += [_wrapped(Verdict.UNKNOWN, text) for text in _by_remedy(by_verdict[Verdict.UNKNOWN])]
     if by_verdict[Verdict.OK] and not verbose:
         passed = len(by_verdict[Verdict.OK])
         lines += ["", f"{passed} check{'s' * (passed != 1)} passed (--verbose lists them)"]
@@ -234,11 +234,15 @@ def _head(by_verdict: Mapping[Verdict, Sequence[Finding]], *, strict: bool) -> s
     return f"no problem found: of {checks}, {', '.join(others)}"
 
 
-def _by_remedy(findings: Sequence[Finding]) -> str:
-    names: dict[str, list[str]] = {}
-    for finding in findings:
-        names.setdefault(finding.remedy, []).append(finding.check)
-    return "; ".join(", ".join(found) + (remedy and f": {remedy}") for remedy, found in names.items())
+def _by_remedy(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield, for each remedy, the checks that it is for, with what is unknown and why."""
+    for remedy in dict.fromkeys(finding.remedy for finding in findings):
+        names: dict[str, list[str]] = {}
+        for finding in findings:
+            if finding.remedy == remedy:
+                names.setdefault(finding.text, []).append(finding.check)
+        checks = ", ".join(f"{', '.join(found)} ({text})" for text, found in names.items())
+        yield checks + (remedy and f": {remedy}")
 
 
 def _paragraphs(findings: Sequence[Finding]) -> Iterator[str]:

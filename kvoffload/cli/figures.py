@@ -31,6 +31,7 @@ COLOURS: dict[str, str] = {
     "load": "#5aa64b", "store": "#4a86d0",
 }  # fmt: skip
 """The dashboards use these colours, too."""
+_NO_COLOUR = "#333333"  # of a tier that has none
 
 _SAMPLED = (events.LookupAnswered, events.FirstTokenReached, events.RankReported)
 _ENDS_FILLING = (StoreOutcome.STORED, StoreOutcome.FAILED, StoreOutcome.ABANDONED, StoreOutcome.CANCELLED)
@@ -248,8 +249,9 @@ def _dots(title: str, text: str, series: Series, until: float) -> Figure:
                 median, p99 = median_and_p99(ordered)
                 label = f"{key}: {len(ordered):,}, p50 {median:,.1f} ms, p99 {p99:,.1f} ms"
                 dots = [(at, min(number, LARGEST)) for at, number in _thinned(samples)]
-                axes.plot(*zip(*dots, strict=True), ".", color=COLOURS[key], label=label)
-                axes.axhline(median, color=COLOURS[key])
+                colour = COLOURS.get(key, _NO_COLOUR)
+                axes.plot(*zip(*dots, strict=True), ".", color=colour, label=label)
+                axes.axhline(median, color=colour)
         axes.set_ylim(bottom=0)
 
     units = ("seconds", "milliseconds")
@@ -267,7 +269,7 @@ def _columns(title: str, text: str, unit: str, series: Series, until: float) -> 
             range=(0, until or 1),
             weights=[[min(number, LARGEST) for _, number in samples] for samples in shown.values()],
             stacked=True,
-            color=[COLOURS[key] for key in shown],
+            color=[COLOURS.get(key, _NO_COLOUR) for key in shown],
             label=list(shown),
         )
 

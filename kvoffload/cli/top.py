@@ -42,6 +42,8 @@ _HEADINGS = (
 )
 _BROKEN = {TierState.FAILING.value, TierState.CLOSED.value}
 _NOTHING_TO_ADOPT = {"off", Adoption.OPENING.value, Adoption.NOTHING_LEFT.value}
+UNSURE = 0.05
+"""A prediction that may be off by this share of prompt tokens is not to be trusted."""
 LOST = ("kvoffload_load_wait_seconds_sum", "kvoffload_interference_seconds_total")
 
 
@@ -96,6 +98,8 @@ class Row:
             start and between the last two scrapes.
         predicted: the share of prompt tokens that the device and a host of this multiple of today's size would have
             found, by the multiple.
+        unknown: the share of prompt tokens that the same host might have found in addition, had it been full at the
+            start, by the multiple.
         saved_tokens, saved_tokens_per_s: the prompt tokens found on the host, since the engine's start and per second.
         net_s, net_s_per_s: the seconds of prefill that loads saved, minus the seconds that requests waited for loads
             and that copies added to steps; since the engine's start and per second.
@@ -113,6 +117,7 @@ class Row:
     hit_rate: float | None
     hit_rate_now: float | None
     predicted: dict[float, float]
+    unknown: dict[float, float]
     saved_tokens: float
     saved_tokens_per_s: float | None
     net_s: float
@@ -246,6 +251,7 @@ def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
         hit_rate=_ratio(found, found + missed),
         hit_rate_now=_ratio(found_now, found_now + missed_now),
         predicted=predicted(now, TierSizes.HOST),
+        unknown=unknown(now, TierSizes.HOST),
         saved_tokens=found,
         saved_tokens_per_s=_ratio(found_now, period_s),
         net_s=net,
@@ -263,7 +269,15 @@ def summarize(engine: str, now: Reading, before: Reading | None) -> Row:
 
 def predicted(reading: Reading, tiers: TierSizes) -> dict[float, float]:
     """Return the predicted share of prompt tokens that would be found, by the multiple of today's capacity."""
-    name = "kvoffload_predicted_hit_tokens_ratio"
+    return _by_capacity(reading, "kvoffload_predicted_hit_tokens_ratio", tiers)
+
+
+def unknown(reading: Reading, tiers: TierSizes) -> dict[float, float]:
+    """Return the share that might have been found in addition, had a tier of this capacity been full at the start."""
+    return _by_capacity(reading, "kvoffload_predicted_unknown_ratio", tiers)
+
+
+def _by_capacity(reading: Reading, name: str, tiers: TierSizes) -> dict[float, float]:
     return {
         times: reading.total(name, tiers=tiers.value, capacity=capacity)
         for capacity, times in CAPACITIES.items()
@@ -410,13 +424,22 @@ def _cells(row: Row) -> Iterator[str]:
     yield f"{row.miss_cause} ({_percent(row.miss_share)})" if row.miss_cause else "-"
     host = row.host_bytes
     pinning = f", {_percent(_ratio(host['reserved'], host['wanted']))} pinned"
-    more = f", 2x finds {row.predicted[2] - row.predicted[1]:+.0%}" if any(row.predicted.values()) else ""
+    # A prediction is for today's size, so it says nothing of the configured one while memory is pinned.
+    is_growing = host["reserved"] < host["wanted"]
     yield (
         _fill(host["used"], host["reserved"])
-        + (pinning if host["reserved"] < host["wanted"] else "")
+        + (pinning if is_growing else "")
         + _adopted(row)
-        + more
+        + ("" if is_growing else _twice(row))
     )
+
+
+def _twice(row: Row) -> str:
+    """Return what the cell of host memory says about twice its size."""
+    if not any(row.predicted.values()):
+        return ""
+    more = " or more" if row.unknown[2] >= UNSURE else ""
+    return f", 2x finds {row.predicted[2] - row.predicted[1]:+.0%}{more}"
 
 
 def _tier_cell(row: Row, name: str) -> str:

@@ -125,10 +125,12 @@ class CapacityCurve:
         unknown: dict[Labels, float] = {}
         for name, times in CAPACITIES.items():
             capacity = self._on_host(times * sizes.host_slots)
-            found[_HOST, name] = curve.host_hits(capacity) * share
-            found[_DISK, name] = curve.disk_hits(name) * share
-            unknown[_HOST, name] = curve.unknown(capacity) * share
-            unknown[_DISK, name] = curve.unknown(host + curve.disks[name].capacity) * share
+            for tiers, blocks, hits in (
+                (_HOST, capacity, curve.host_hits(capacity)),
+                (_DISK, host + curve.disks[name].capacity, curve.disk_hits(name)),
+            ):
+                found[tiers, name] = hits * share
+                unknown[tiers, name] = curve.unknown(blocks, hits) * share
         seconds = max(self._seconds, 1.0)
         by_policy = self.choice.found() if self.choice is not None else {}
         self.series = {
@@ -238,6 +240,7 @@ def sizes_of(side: Side) -> Sizes:
 WAITED = "kvoffload_load_wait_seconds_sum"
 _ALSO_SAMPLED = (
     "kvoffload_capacity_slots",
+    "kvoffload_host_bytes",
     "kvoffload_info",
     "kvoffload_interference_seconds_total",
     "kvoffload_prefill_seconds_saved_total",

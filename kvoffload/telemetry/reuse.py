@@ -197,12 +197,16 @@ class ReuseCurve:
         deviation = sqrt((1 - self.rate) * _GROUPS * variance(self._missed))
         return min(3 * deviation / (self.lookups * self.rate), 1.0)
 
-    def unknown(self, capacity: float) -> float:
+    def unknown(self, capacity: float, found: float) -> float:
         """Return how many more lookups a tier of this capacity might have found, had it been full at the start.
 
         Until as many blocks as fit were used, blocks count as new that an earlier process may have had.
+
+        Args:
+            capacity: how many blocks the tier keeps, together with those above it.
+            found: how many lookups they have found.
         """
-        return min(capacity, self._first_uses / self.rate, self.lookups)
+        return min(capacity, self._first_uses / self.rate, self.lookups - found)
 
     def _sample(self, keys: Sequence[BlockKey]) -> list[tuple[int, int]]:
         """Return the hashes and places of the keys that are in the sample."""

@@ -12,14 +12,14 @@ import contextlib
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvoffload.logs import get_logger
-from kvoffload.model.config import ADVICE, size_text
+from kvoffload.model.config import ADVICE, SETTINGS, OffloadConfig, size_text
 from kvoffload.model.errors import ConfigError, HostMemoryError
 from kvoffload.transfer.host_file import HostFile, advise
 
@@ -39,9 +39,9 @@ RESERVE = 256 * 2**20
 This is more than a chunk, because several ranks may check at the same time.
 """
 _AMPLE = 3  # the host memory that README.md advises, as a multiple of the device's KV cache
-# With host memory of up to this multiple of the device's KV cache, "lazy" had more hits than "eager"
-# (tests/bench/README.md).
-_SMALL = 1.6
+SMALL_HOST = 1.6
+"""Host memory of up to this multiple of the device's KV cache had 1.2 times as many hits with "lazy" as with "eager", and more
+(tests/bench/README.md)."""
 _NO_LIMIT = 2**60  # cgroup version 1 reports "no limit" as a number above this, version 2 as "max"
 
 
@@ -332,7 +332,11 @@ def available_bytes(read: ReadText) -> int | None:
 
 
 def advise_host_bytes(
-    ranks: int, device_bytes: int | None = None, local_ranks: int | None = None, read: ReadText = read_file
+    ranks: int,
+    device_bytes: int | None = None,
+    local_ranks: int | None = None,
+    raw: Mapping[str, object] | None = None,
+    read: ReadText = read_file,
 ) -> str:
     """Return what this machine has left and what to set `host_bytes` to, for the error if the setting is missing.
 
@@ -340,6 +344,7 @@ def advise_host_bytes(
         ranks: the engine's number of ranks.
         device_bytes: bytes of the KV cache of all ranks together, if they are known.
         local_ranks: the number of the engine's ranks on this machine, by default all.
+        raw: the operator's keys and values, not yet checked.
         read: reads the kernel's files; tests pass their own.
     """
     limit = min(memory_limits(read), key=lambda one: one.left, default=None)
@@ -355,8 +360,18 @@ def advise_host_bytes(
         return f"{left}; {ADVICE}, at most {size_text(most)}"
     advised = min(_AMPLE * device_bytes, most)
     times = advised / device_bytes
-    lazy = ", with store_policy lazy" if times < _SMALL else ""
-    return f"{left}; advised: {size_text(advised)}, {times:.1f} times the device's KV cache{lazy}; at most {size_text(most)}"
+    given: dict[str, Any] = {name: value for name, value in (raw or {}).items() if name in SETTINGS}
+    config = OffloadConfig(**{**given, "host_bytes": advised})
+    policy = f", with store_policy {small_host_policy(config)}" if times < SMALL_HOST else ""
+    return f"{left}; advised: {size_text(advised)}, {times:.1f} times the device's KV cache{policy}; at most {size_text(most)}"
+
+
+def small_host_policy(config: OffloadConfig) -> str:
+    """Return the `store_policy` to advise for host memory below `SMALL_HOST` times the device's KV cache.
+
+    `auto` stays `eager` where another process may find the blocks, and with recurrent layers, which are not known here.
+    """
+    return "lazy" if config.outlives_engine else "auto (lazy with recurrent layers)"
 
 
 def _cgroup_limits(read: ReadText) -> Iterator[MemoryLimit]:

@@ -284,7 +284,7 @@ def _config(vllm_config: VllmConfig, rank_bytes: int, sharers: int) -> OffloadCo
     ranks = vllm_config.parallel_config.world_size
     local_ranks = getattr(vllm_config.parallel_config, "local_world_size", None) or ranks
     copies = ranks // sharers
-    advice = advise_host_bytes(copies, copies * rank_bytes, local_ranks // sharers)
+    advice = advise_host_bytes(copies, copies * rank_bytes, local_ranks // sharers, raw)
     config = parse_config(raw, ranks, advice)
     check_exporter(config)
     engine = _replica(vllm_config)

@@ -39,7 +39,7 @@ from kvoffload_vllm.model_sizes import (
     sizes_of,
 )
 from kvoffload_vllm.register import NAME
-from kvoffload_vllm.support import NEWEST_RUN, VERSIONS, release_of, role_problems
+from kvoffload_vllm.support import RUN, VERSIONS, release_of, role_problems
 from kvoffload_vllm.tier_entry import find_tier, has_tiers, parse_tier, tier_entry_problems, tier_settings
 
 HELP = "vLLM"
@@ -253,7 +253,7 @@ def _version(image: str) -> Finding:
         )
     if (version := _installed()) is None:
         return unknown("vLLM is not installed in this environment", "run the doctor where vLLM is")
-    if release_of(version) > NEWEST_RUN:
+    if release_of(version) > release_of(RUN[-1]):
         return warn(f"vLLM {version} is newer than any that was run", f"try it first: {VERSIONS}")
     return ok(f"vLLM {version}; the connector works with {VERSIONS}")
 
@@ -340,7 +340,7 @@ def _sizes(args: argparse.Namespace, start: _Start) -> tuple[Sizes, Finding]:
         found = _model_sizes(args, start, ranks // stages, stages)
     except SizesNotKnown as error:
         reason = start.known_sizes.get("unknown", error)
-        return sizes, unknown("the model's sizes", f"{reason}; or give {_BY_HAND}, which vLLM's start logs")
+        return sizes, unknown(str(reason), f"give {_BY_HAND}, which vLLM's start logs")
     except ConfigError as error:
         return sizes, fail(str(error), "correct the number of ranks")
     if getattr(args, "distributed_executor_backend", None) in (None, "mp"):

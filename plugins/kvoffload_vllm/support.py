@@ -36,11 +36,11 @@ KINDS = {
 Other classes are not supported, not even subclasses, because they may reuse or share blocks in a different way.
 """
 
-VERSIONS = "vLLM 0.28 and newer; 0.28, 0.30, 0.32 and 0.33 were run"
-"""The vLLM versions with which the connector works."""
+RUN = ("0.28", "0.30", "0.32", "0.33")
+"""The vLLM versions with which the connector was run, the oldest first; no older one works."""
 
-NEWEST_RUN = (0, 33)
-"""The newest vLLM version with which the connector was run."""
+VERSIONS = f"vLLM {RUN[0]} and newer; {', '.join(RUN[:-1])} and {RUN[-1]} were run"
+"""The vLLM versions with which the connector works. The documents say the same."""
 
 NEEDED = (
     "has_pending_push_work",

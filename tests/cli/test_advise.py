@@ -186,8 +186,51 @@ def test_advice_says_when_not_to_trust_it(state: Mapping[str, Series], doubt: st
 def test_a_young_engine_says_what_it_cannot_know() -> None:
     engine = Engine(kvoffload_predicted_unknown_ratio={("host", "2x"): 0.09})
     assert (
-        "(give or take 1.0 points; up to 9.0 points more once it has been filled)" in engine.texts()["host"]
+        "(give or take 1.0 points; up to 9.0 points more, if it had been full at the start)"
+        in engine.texts()["host"]
     )
+
+
+@pytest.mark.parametrize(
+    ("host", "lacking", "said"),
+    [
+        (FLAT, (0.0, 0.0, 0.49, 0.5, 0.5, 0.5), "Whether 16.0 GiB of host memory would find as much as 32.0 GiB is not known yet: so far 32.0 GiB would have found 29 % of prompt tokens, and up to 49.0 points more, if it had been full at the start."),
+        (NEVER, (0.0, 0.0, 0.0, 0.0, 0.0, 0.4), "Whether 32.0 GiB of host memory would find as much as 256.0 GiB is not known yet: so far 256.0 GiB would have found 30 % of prompt tokens, and up to 40.0 points more, if it had been full at the start."),
+        (FLAT, (0.0, 0.03, 0.04, 0.5, 0.5, 0.5), "16.0 GiB instead of 32.0 GiB of host memory would find nearly as much, 29 % of prompt tokens instead of 29 % (give or take 1.0 points; up to 3.0 points more, if it had been full at the start)."),
+    ],
+    ids=["not shrink", "not keep", "shrink"],
+)  # fmt: skip
+def test_a_young_engine_is_not_called_large_enough(
+    host: Sequence[float], lacking: Sequence[float], said: str
+) -> None:
+    engine = Engine(
+        kvoffload_predicted_hit_tokens_ratio=ratios(host), kvoffload_predicted_unknown_ratio=ratios(lacking)
+    )
+    assert engine.texts()["host"] == said
+
+
+def test_a_young_engine_does_not_know_whether_a_disk_would_find_more() -> None:
+    engine = Engine(
+        kvoffload_predicted_hit_tokens_ratio=ratios(GROWS, (0.3,) * 6),
+        kvoffload_predicted_unknown_ratio=ratios((0.0,) * 6, (0.4,) * 6),
+    )
+    said = "Whether a disk would find more is not known yet: so far it would have found 1.0 points more, and up to 40.0 points more, if it had been full at the start."
+    assert engine.texts()["disk"] == said
+
+
+def test_no_size_is_compared_while_host_memory_grows_to_the_configured_one() -> None:
+    bytes_of: Series = {("wanted",): 64 * GIB, ("reserved",): 32 * GIB}
+    engine = Engine(
+        kvoffload_host_bytes=bytes_of, kvoffload_predicted_hit_tokens_ratio=ratios(GROWS, (0.35,) * 6)
+    )
+    said = (
+        "Of the configured 64.0 GiB of host memory 32.0 GiB are ready; other sizes are compared once all are."
+    )
+    assert engine.texts()["host"] == said
+    assert "disk" not in engine.texts(), "a disk is advised by what it adds to a host of today's size"
+    engine.state = {**engine.state, "kvoffload_host_bytes": {**bytes_of, ("reserved",): 64 * GIB}}
+    assert {"host", "disk"} <= set(engine.texts())
+    assert "are ready" not in engine.texts()["host"]
 
 
 def test_an_engine_without_predictions_gets_only_a_warning() -> None:

@@ -58,6 +58,31 @@ def test_every_tier_and_direction_has_a_colour() -> None:
     assert {label.value for label in (*Tier, *Direction)} - set(COLOURS) == set()
 
 
+def test_a_tier_without_a_colour_is_drawn_nevertheless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for label in ("disk", "store"):
+        monkeypatch.delitem(COLOURS, label)
+    journal = tmp_path / "journal"
+    copy = {
+        "event": "RankReported",
+        "job": 1,
+        "rank": 0,
+        "tier": "disk",
+        "direction": "store",
+        "outcome": "done",
+    }
+    write(
+        journal,
+        {"event": "FirstTokenReached", "request": "a", "found": "disk", "seconds": 0.25},
+        {**copy, "copied_bytes": 2**20, "queue_s": 0.0, "copy_s": 1.0},
+    )
+    assert main(["report", str(journal)]) == Exit.OK
+    page = (tmp_path / "journal.html").read_text()
+    assert "disk: 1, p50 250.0 ms" in page
+    assert "Transfers with the disk tier" in page
+
+
 @pytest.mark.slow
 def test_the_page_shows_the_journals_numbers(demo_journal: Path, page: str) -> None:
     reading = Reading(page)

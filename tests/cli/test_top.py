@@ -210,10 +210,18 @@ def test_a_row_has_the_operators_numbers(engine: Engine) -> None:
     assert cells(server) == [
         [
             *("h:1 0", "on", "60% (-)", "48 (-)", "0.0 (-)", "evicted (100%)"),
-            *("50% of 2.0 GiB, 25% pinned, 2x finds +12%", "7 engines, open"),
+            *("50% of 2.0 GiB, 25% pinned", "7 engines, open"),
             *("75% of 4.0 MiB, open", "opening"),
         ]
     ]
+    engine.state["kvoffload_host_bytes"] = {("wanted",): 8 << 30, ("reserved",): 8 << 30}
+    for unknown, host in (
+        (0.04, "0% of 8.0 GiB, 2x finds +12%"),
+        (0.3, "0% of 8.0 GiB, 2x finds +12% or more"),
+    ):
+        engine.state["kvoffload_predicted_unknown_ratio"] = {("host", "2x"): unknown}
+        [[*_, shown, _, _, _]] = cells(Server("http://h:1/metrics", now={"0": engine.reading(0.0)}))
+        assert shown == host
     engine.state = {
         "kvoffload_degraded": {("transfer_dead",): 1},
         "kvoffload_tier_state": {("disk", "closed"): 1},

@@ -13,6 +13,7 @@ from dashboards.generate.boards import BOARDS
 from dashboards.generate.boards import Kind as PanelKind
 from dashboards.generate.colours import COLOURS, LIMITS
 from dashboards.generate.files import FILES, FOLDER
+from dashboards.generate.grafana import check_colours
 from dashboards.generate.promql import ENGINE_LABELS, VLLM_SERIES, choose_engines, substitute
 from kvoffload.telemetry.catalogue import BY_NAME, CATALOGUE, Kind
 from tests.dashboards.queries import all_queries, metrics_in, rule_expressions
@@ -112,6 +113,20 @@ def test_every_panel_explains_its_numbers_and_what_to_do() -> None:
         assert panel.shows.endswith("."), panel.title
         assert panel.when_wrong.endswith("."), panel.title
         assert len(panel.when_wrong.split()) >= 5, panel.title
+
+
+def test_all_missing_colours_are_listed_with_the_files_that_need_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_colours(BOARDS)
+    for name in ("disk", "load", "margin", "on_disk"):
+        monkeypatch.delitem(COLOURS, name)
+    with pytest.raises(SystemExit) as refused:
+        check_colours(BOARDS)
+    assert refused.value.code == (
+        "colours are missing in COLOURS of kvoffload/cli/figures.py (tiers and directions): disk, load; "
+        "in dashboards/generate/colours.py: margin, on_disk"
+    )
 
 
 def test_every_name_or_value_has_a_colour_and_names_on_one_panel_have_different_colours() -> None:

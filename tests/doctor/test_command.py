@@ -59,8 +59,8 @@ def test_findings_are_shown_as_text() -> None:
 
 
 def test_problems_come_first_then_missing_settings_and_a_count_of_passed_checks() -> None:
-    def answer(check: str, verdict: Verdict, remedy: str = "") -> Finding:
-        return Finding(verdict, "text", remedy, check)
+    def answer(check: str, verdict: Verdict, remedy: str = "", text: str = "text") -> Finding:
+        return Finding(verdict, text, remedy, check)
 
     answers = [
         answer("one", Verdict.UNKNOWN, "give --a"),
@@ -69,22 +69,24 @@ def test_problems_come_first_then_missing_settings_and_a_count_of_passed_checks(
         answer("four", Verdict.UNKNOWN),
         answer("five", Verdict.UNKNOWN, "give --a"),
         answer("six", Verdict.ERROR, "do"),
+        answer("seven", Verdict.UNKNOWN, "give --a", "no device is here"),
     ]
     lines = as_text(answers).splitlines()
     assert lines == [
-        "error: 1 error, 1 warning, 3 need more input, 1 passed",
+        "error: 1 error, 1 warning, 4 need more input, 1 passed",
         "",
         "error    six: text",
         "         remedy: do",
         "warning  three: text",
         "         remedy: do",
-        "unknown  one, five: give --a; four",
+        "unknown  one, five (text), seven (no device is here): give --a",
+        "unknown  four (text)",
         "",
         "1 check passed (--verbose lists them)",
     ]
     assert "unknown  one: text" in as_text(answers, strict=True)
     harmless = [one for one in answers if one.verdict not in FAILING]
-    assert as_text(harmless).splitlines()[0] == "no problem found: of 4 checks, 3 need more input, 1 passed"
+    assert as_text(harmless).splitlines()[0] == "no problem found: of 5 checks, 4 need more input, 1 passed"
     assert as_text(harmless[:1], strict=True).startswith("unknown: 1 needs more input, 0 passed")
     assert as_text(harmless[1:2]).startswith("no problem found: of 1 check, 1 passed")
     assert as_text([answers[5], answers[5]]).startswith("error: 2 errors, 0 passed")
@@ -158,6 +160,8 @@ def test_without_settings_it_reports_the_machine_and_advises_settings(
     code, found = doctor(capsys, "--block-bytes", "1MiB", "--device-blocks", "10", "-tp", "2")
     assert (code, found["settings"]["verdict"]) == (1, "error")
     assert "GiB left for 2 ranks; advised: 60.0 MiB, 3.0 times" in found["settings"]["finding"]
+    _, found = doctor(capsys, "--block-bytes", "1TiB", "--device-blocks", "10", "--config", "disk_path=/d")
+    assert "cache, with store_policy lazy; at most" in found["settings"]["finding"]
 
 
 def test_without_host_bytes_the_machine_is_checked(
@@ -214,7 +218,7 @@ def test_the_kv_cache_of_the_line_is_compared_by_bytes_if_the_model_is_not_known
     line = ("--", "--model", "org/model", "-tp", "2", "--kv-cache-memory-bytes", "50G")
     code, found = doctor(capsys, *ENOUGH, *line, "--kv-transfer-config.kv_connector", "Other")
     assert (code, found["host pool"]["verdict"]) == (1, "warning")
-    assert "several times the device's 100.0 GiB" in found["host pool"]["remedy"]
+    assert "at least three times the device's 100.0 GiB" in found["host pool"]["remedy"]
 
 
 @pytest.mark.parametrize(

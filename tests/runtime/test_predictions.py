@@ -86,6 +86,7 @@ def test_the_journal_has_what_advice_needs_up_to_the_last_request(tmp_path: Path
     assert reading.total(RATIO, tiers="host", capacity="2x") == last
     assert reading.total("kvoffload_capacity_slots", tier="host") == 50
     assert reading.values("kvoffload_info", "store_policy") == ["eager"]
+    assert "kvoffload_host_bytes" in reading.samples, "from which one sees whether host memory grows"
 
 
 def document(side: Side, name: str, prefix: str) -> None:

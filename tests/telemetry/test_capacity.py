@@ -170,6 +170,16 @@ def test_a_restart_begins_anew_and_says_how_sure_it_is() -> None:
     assert engine.measured()["kvoffload_predicted_seconds"] == {(): 100.0}
 
 
+def test_no_more_can_be_unknown_than_was_not_found() -> None:
+    engine = Engine(host=100)
+    for name in [engine.seen(["a"]) for _ in range(10)]:
+        new = tuple(BlockKey(f"{name} {number}".encode()) for number in range(5))
+        engine.bus.publish(facts.RequestEnded(name, 0, (new,)))
+    shares = engine.measured()
+    assert shares["kvoffload_predicted_unknown_ratio"]["host", "1x"] == pytest.approx(BLOCK / 50)
+    assert shares[RATIO]["host", "1x"] == pytest.approx(9 * BLOCK / 50)
+
+
 def test_each_day_counts_twice_as_much_as_the_day_before() -> None:
     engine = Engine(host=8)
     a_loop_of(1, 11, engine)

@@ -128,7 +128,7 @@ def test_memory_stays_under_4_mib_however_many_blocks_are_used() -> None:
 
 def test_a_restart_begins_anew_and_grows_surer() -> None:
     curve = make_curve(host=100, disk=100, size=64)
-    assert (curve.margin, curve.lookups, curve.unknown(100)) == (1.0, 0.0, 0.0)
+    assert (curve.margin, curve.lookups, curve.unknown(100, 0)) == (1.0, 0.0, 0.0)
     margins = []
     for requests in (100, 3000):
         for keys in chats(requests, requests):
@@ -136,7 +136,7 @@ def test_a_restart_begins_anew_and_grows_surer() -> None:
         margins.append(curve.margin)
     assert 1 > margins[0] > 2 * margins[1] > 0
     # An earlier process may have had as many blocks as fit; they count as new only because the engine had just started.
-    assert curve.unknown(100) == 100
+    assert curve.unknown(100, 0) == 100
 
 
 def test_new_lookups_count_twice_as_much_as_halved_ones() -> None:

@@ -24,6 +24,13 @@ def test_every_setting_is_documented() -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/configure.md"])
+def test_the_pages_and_the_doctor_call_the_same_host_small(page: str) -> None:
+    from kvoffload.transfer.host_memory import SMALL_HOST
+
+    assert f"elow {SMALL_HOST} times" in (ROOT / page).read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_make_targets_named_on_a_page_exist(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import pytest
+
+from kvoffload_vllm.support import RUN, VERSIONS
 from tests.tooling.scripts import ROOT
 from tests.vllm.versions import matrix
 from tests.vllm.versions.test_each_version import SCENES
@@ -18,6 +21,20 @@ def test_the_table_of_versions_has_every_scene_and_locked_version() -> None:
     expected = [setup.label for setup in matrix.setups() if setup.runner == "V1" or setup.label in labels]
     assert labels == expected, "the table of versions is out of date: make vllm-versions"
     assert matrix.filled(README, body) == README, "the table was edited by hand: make vllm-versions"
+
+
+def test_the_versions_that_were_run_are_those_of_the_table() -> None:
+    labels = [setup.label for setup in matrix.setups() if setup.runner == "V1"]
+    assert [label.removesuffix(".0") for label in labels if label not in matrix.TOO_OLD] == [*RUN]
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "CHANGELOG.md", "docs/install.md", "docs/platforms.md", "plugins/kvoffload_vllm/README.md"],
+)
+def test_documents_and_doctor_name_the_same_versions(page: str) -> None:
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert VERSIONS in text
 
 
 def test_every_promised_cell_of_the_version_table_passed() -> None:

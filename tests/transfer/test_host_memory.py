@@ -62,25 +62,21 @@ def test_a_size_that_does_not_fit_is_refused(size: int, ranks: int, reason: str)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "local_ranks", "device_mib", "advised"),
+    ("ranks", "local_ranks", "device_mib", "raw", "advised"),
     [
-        (1, None, None, "at least three times the device's KV cache, at most 1.0 GiB"),
-        (2, 2, 100, "300.0 MiB, 3.0 times the device's KV cache; at most 1.0 GiB"),
-        (4, 2, 100, "300.0 MiB, 3.0 times the device's KV cache; at most 2.0 GiB"),
-        (1, None, 460, "1.0 GiB, 2.2 times the device's KV cache; at most 1.0 GiB"),
-        (
-            1,
-            None,
-            1024,
-            "1.0 GiB, 1.0 times the device's KV cache, with store_policy lazy; at most 1.0 GiB",
-        ),
+        (1, None, None, {}, "at least three times the device's KV cache, at most 1.0 GiB"),
+        (2, 2, 100, {}, "300.0 MiB, 3.0 times the device's KV cache; at most 1.0 GiB"),
+        (4, 2, 100, {}, "300.0 MiB, 3.0 times the device's KV cache; at most 2.0 GiB"),
+        (1, None, 460, {}, "1.0 GiB, 2.2 times the device's KV cache; at most 1.0 GiB"),
+        (1, None, 1024, {}, "1.0 GiB, 1.0 times the device's KV cache, with store_policy auto (lazy with recurrent layers); at most 1.0 GiB"),
+        (1, None, 1024, {"disk_path": "/disk", "unknown": 1}, "1.0 GiB, 1.0 times the device's KV cache, with store_policy lazy; at most 1.0 GiB"),
     ],
-)
+)  # fmt: skip
 def test_the_advised_size_fits_the_machine_and_exceeds_the_device(
-    ranks: int, local_ranks: int | None, device_mib: int | None, advised: str
+    ranks: int, local_ranks: int | None, device_mib: int | None, raw: dict[str, object], advised: str
 ) -> None:
     device_bytes = None if device_mib is None else device_mib * MIB
-    said = advise_host_bytes(ranks, device_bytes, local_ranks, read=ROOMY)
+    said = advise_host_bytes(ranks, device_bytes, local_ranks, raw, read=ROOMY)
     local = "1 rank" if local_ranks is None else f"{local_ranks} ranks"
     assert said == f"the machine has 1.2 GiB left for {local}; advised: {advised}"
 

@@ -47,6 +47,8 @@ def test_a_start_without_host_memory_advises_a_multiple_of_vllms_own_cache() -> 
     with pytest.raises(ConfigError, match="host_bytes is missing") as refused:
         config_of({"store_policy": "lazy"}, 2**20, world_size=4, local_world_size=2)
     assert "left for 2 ranks; advised: 12.0 MiB, 3.0 times the device's KV cache" in str(refused.value)
+    with pytest.raises(ConfigError, match="KV cache, with store_policy lazy; at most"):
+        config_of({"disk_path": "/d"}, 2**50)
 
 
 @pytest.mark.parametrize(("disk", "warned"), [(Path("/d"), ["block hashes"]), (None, [])])

@@ -19,13 +19,13 @@ from kvoffload.cli.main import main
 from kvoffload.model.config import OffloadConfig
 from kvoffload.testing import FakeDevice
 from kvoffload_vllm import doctor
-from kvoffload_vllm.support import NEWEST_RUN
+from kvoffload_vllm.support import RUN
 from tests.captured_logs import capture_logs
 from tests.doctor.trees import ask, machine, setup
 from tests.settings import make_config
 from tests.vllm.adapter.stand_ins import cache_config, full, group, on_vllm, vllm_config
 
-NEWEST = ".".join(map(str, NEWEST_RUN))
+NEWEST = RUN[-1]
 GOOD = {
     "kv_connector": "KVOffloadConnector",
     "kv_role": "kv_both",

@@ -398,7 +398,7 @@ def test_a_hostile_model_file_costs_the_sizes_and_no_other_check(
         SPECIAL[name](folder / "config.json")
     sizes, out = sizes_by_the_doctor(capsys, str(folder))
     assert sizes["verdict"] == "unknown"
-    assert len(sizes["remedy"]) < 600
+    assert len(sizes["finding"]) < 600
     assert out.replace("\n", "").isprintable()
 
 
@@ -435,7 +435,7 @@ def test_a_model_of_an_unsupported_type_has_unknown_sizes(
     argv = ["doctor", "--config", "host_bytes=1MiB", "--model", str(save(tmp_path, config))]
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert "model sizes: sizes of " in " ".join(out.split())
+    assert "model sizes (sizes of " in " ".join(out.split())
     assert "give --block-bytes and --device-blocks" in " ".join(out.split())
     assert "\x1b" not in out
     main([*argv, "--verbose", "--block-bytes", "1MiB", "--device-blocks", "1000"])
