@@ -402,6 +402,7 @@ class WithDisk(Everything):
             assert world.disk.fetching or any(set(each) - {record} for each in loading)
             return None
         is_barred = not record.reads_cache or record.load_failed or state.degraded is not None
+        is_barred |= not may_wait and state.requests.is_full  # R19: the request computes what it found
         rest = record.hit.rest_tokens if record.hit is not None else 0
         assert answer - rest == (0 if is_barred else self._naive(request, world.device_hit(request)))
         return answer
