@@ -75,7 +75,7 @@ command = ["venv/bin/vllm-router", "--host", "127.0.0.1", "--port", str(port), "
 router = subprocess.Popen([*command, "--worker-urls", *workers], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 try:
     url = f"http://127.0.0.1:{port}"
-    while not is_ready(url):
+    while router.poll() is None and not is_ready(url):
         time.sleep(0.2)
     print("vllm-router", version("vllm-router"))
     seen = collections.Counter(dict.fromkeys((server.server_port for server in servers), 0))
