@@ -99,7 +99,8 @@ class Prometheus:
             with urllib.request.urlopen(url, timeout=30) as answer:
                 return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
-            reason = json.load(error).get("error", error.reason)
+            with error:
+                reason = json.load(error).get("error", error.reason)
             raise ObserveError(f"{reason} ({parameters.get('query', path)})") from error
 
 

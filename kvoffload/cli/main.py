@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
         code = _command(argv)
         sys.stdout.flush()
+        signals.ended()
     except KeyboardInterrupt:
         if not signals.exit_code():
             say("interrupted")

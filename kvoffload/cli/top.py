@@ -156,7 +156,8 @@ class Server:
                     raise PageError("its answer is cut off")
             readings = parse_page(text, time.monotonic())
         except urllib.error.HTTPError as error:
-            self.problem = f"it answers {error.code} {error.reason}"
+            with error:
+                self.problem = f"it answers {error.code} {error.reason}"
         except PageError as error:
             self.problem = str(error)
         # The server is unreachable, hangs, closes the connection early, or redirects to an invalid URL.

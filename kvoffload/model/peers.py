@@ -181,6 +181,7 @@ _HOST = "host_bytes counts all ranks of one engine"
 _VARIABLE = "not a setting: set the variable "
 _BLOCKS = "blocks are those of the engine"
 _LRU = "eviction is LRU only"
+_SHARED = "host_path shares blocks on one machine, remote_url across machines"
 _PREFIXES = "only prefixes are reused"
 _ANSWERS = "answers are always stored; a request limits this with max_offload_tokens"
 _ENDPOINT = _no(_VARIABLE + "AWS_ENDPOINT, for http AWS_ALLOW_HTTP=true too")
@@ -258,9 +259,9 @@ PEERS = {
             "enable_kv_events": _no("events follow vLLM's --kv-events-config", "false"),
             "enable_blending": _no(_PREFIXES, "false"),
             "blend_*": _no(_PREFIXES),
-            "enable_p2p": _no("engines share blocks through remote_url only", "false"),
-            "p2p_*": _no("engines share blocks through remote_url only"),
-            "transfer_channel": _no("engines share blocks through remote_url only"),
+            "enable_p2p": _no(_SHARED, "false"),
+            "p2p_*": _no(_SHARED),
+            "transfer_channel": _no(_SHARED),
             "enable_pd": _no(
                 "for prefill and decode apart, put a transfer connector beside ours in MultiConnector",
                 "false",
@@ -355,8 +356,8 @@ PEERS = {
             "secondary_tiers.obj.store_config.session_token": _no(_VARIABLE + "AWS_SESSION_TOKEN"),
             "secondary_tiers.obj.store_config.ca_bundle": _no(_VARIABLE + "SSL_CERT_FILE"),
             "secondary_tiers.obj.*": _no("the remote tier has no such option"),
-            "secondary_tiers.p2p*": _no("engines share blocks through remote_url only"),
-            "secondary_tiers.kvcr*": _no("engines share blocks through remote_url only"),
+            "secondary_tiers.p2p*": _no(_SHARED),
+            "secondary_tiers.kvcr*": _no(_SHARED),
             "secondary_tiers*": _no(
                 "kvoffload's tiers are disk_path and remote_url; other tiers do not run below it"
             ),
@@ -389,7 +390,7 @@ PEERS = {
             "--l1-*": _no("host memory is pinned in pieces, after the start"),
             "--l2-*": _no("disk_min_hits and remote_min_hits choose the blocks that go below host memory"),
             "--gds-l1-*": _no("the disk is read through host memory, not by GPUDirect Storage"),
-            "--p2p-*": _no("engines share blocks through remote_url only"),
+            "--p2p-*": _no(_SHARED),
             "--coordinator-*": _no("there is no coordinator"),
             "--prometheus-port": _METRICS,
             "--trace-*": _no("journal_path records what was stored and found"),

@@ -97,6 +97,18 @@ def test_blocks_written_before_a_kill_are_found_after_it(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_kill_right_after_short_turns_loses_no_written_blocks(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    short = "--conversations 1 --turns 3 --first-tokens 1024 --turn-tokens 16 --answer-tokens 1"
+    disk = ["--disk", str(tmp_path), "--restart", "--config", "disk_min_hits=0"]
+    found = run_json(["demo", "--model", "tiny", *short.split(), *disk], capfd)
+    written = found["before"]["tiers"]["disk"]["written_blocks"]
+    assert found["with_offloading"]["host_tokens"] >= 16 * written > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_host_memory_in_files_has_everything_after_a_kill(
     small: list[str], children: list[Process], shared_memory: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

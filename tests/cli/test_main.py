@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 
 import kvoffload
 from kvoffload.cli import main as command
+from kvoffload.cli import signals
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.main import main, make_parser
 from tests.cli.conftest import error_of
@@ -203,6 +206,66 @@ def test_sigterm_ends_every_command_cleanly_even_if_sigint_is_ignored(name: str)
     finally:
         process.kill()
     assert process.returncode == Exit.TERMINATED
+
+
+IMPORTS = """
+import sys
+from types import SimpleNamespace
+from kvoffload.cli import main
+
+def run(args):
+    import imported
+    while True:
+        pass
+
+sys.path.append(sys.argv.pop())
+main.load = lambda _: SimpleNamespace(run=run, HELP="", add_arguments=id)
+sys.exit(main.main(["demo"]))
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "class Owned:\n    def __set_name__(self, *_): end()\nclass Owner:\n    owned = Owned()",
+        "import weakref\nclass Owned: ...\nowned = Owned()\nend = weakref.ref(owned, end)\ndel owned",
+    ],
+)
+def test_a_signal_in_an_import_ends_the_command_after_the_import(tmp_path: Path, module: str) -> None:
+    end = "import signal\ndef end(*_): signal.raise_signal(signal.SIGTERM)\n"
+    (tmp_path / "imported.py").write_text(f"{end}{module}\nprint('imported', flush=True)")
+    argv = [sys.executable, "-c", IMPORTS, str(tmp_path)]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=50)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("imported\n", "", Exit.TERMINATED)
+
+
+def test_a_signal_during_the_start_of_the_event_loop_cancels_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, cancelled = asyncio.new_event_loop, []
+
+    def start() -> asyncio.AbstractEventLoop:
+        signal.raise_signal(signal.SIGTERM)
+        return make()
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(True)
+
+    monkeypatch.setattr("asyncio.events.new_event_loop", start)
+    signals.handle()
+    with pytest.raises(KeyboardInterrupt):
+        signals.run_async(work())
+    assert cancelled == [True]
+    assert signals.exit_code() == Exit.TERMINATED
+
+
+def test_a_signal_after_the_end_of_the_command_raises_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == Exit.OK
+    signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_closed_pipe_causes_no_traceback(

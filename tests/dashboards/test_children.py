@@ -11,15 +11,18 @@ from dashboards.observe.prometheus import ObserveError, end
 from tests.tooling.scripts import ROOT
 
 PROGRAM = """
-import signal, sys
+import os, signal, sys
 from pathlib import Path
 from dashboards.observe import __main__ as observe
 from dashboards.pictures import __main__ as pictures, boards
 
 def with_child(*args, **options):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
     with boards._vllm_engines(1):
         print("started", flush=True)
-        signal.pause()
+        os.read(reader, 1)
 
 name, program = sys.argv[1:]
 boards._VLLM = Path(program)
@@ -28,7 +31,10 @@ pictures.shutil.which = lambda name: name
 del sys.argv[1:]
 sys.exit({"observe": observe, "pictures": pictures}[name].main())
 """
-"""Runs the main function of `make screenshot` or of `make observe`, with a child instead of the two vLLM engines."""
+"""Runs the main function of `make screenshot` or of `make observe`, with a child instead of the two vLLM engines.
+
+The signal ends the read even if it comes before the read begins; `signal.pause()` would then wait for a second signal.
+"""
 
 
 def child(before: str) -> subprocess.Popen[str]:

@@ -16,12 +16,15 @@ LABELS = ["model_name", "engine"]
 
 
 @pytest.fixture(autouse=True)
-def clean_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(families, "_exported", {})
+def clean_registry() -> Iterator[None]:
+    for exported in families._exported.values():  # by tests of other files
+        REGISTRY.unregister(exported)
+    families._exported.clear()
     before = set(REGISTRY._collector_to_names)
     yield
     for collector in set(REGISTRY._collector_to_names) - before:
         REGISTRY.unregister(collector)
+    families._exported.clear()
 
 
 def make(*engines: int, model: str = "m") -> Families:

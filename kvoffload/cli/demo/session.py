@@ -27,6 +27,7 @@ from kvoffload.cli.demo.play import Answers, Player, Turn, TurnId, make_conversa
 from kvoffload.cli.demo.results import Numbers
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.model.wire import LOWER_TIERS, Tier
+from kvoffload.runtime.disk_catalog import WRITE_PERIOD_S
 from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
@@ -94,6 +95,8 @@ async def play_until_killed(options: DemoOptions) -> int:
         player = Player(engine, make_conversations(options), options, report)
         for number in range(options.turns):
             await player.play_round(number)
+            # The kill would lose what the disk's index does not have yet: all blocks, if the rounds are short.
+            await asyncio.sleep(2 * WRITE_PERIOD_S)
     return Exit.OK
 
 

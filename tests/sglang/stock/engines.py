@@ -86,7 +86,8 @@ class Server(vllm.Server):
             with urllib.request.urlopen(self._request(method, path, body), timeout=_TIMEOUT_S) as answer:
                 return int(answer.status), answer.read().decode()
         except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+            with error:
+                return error.code, error.read().decode()
 
     def _request(self, method: str, path: str, body: Mapping[str, object] | None) -> urllib.request.Request:
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ADMIN}"}
