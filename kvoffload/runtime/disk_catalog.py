@@ -161,6 +161,10 @@ class DiskCatalog:
         if Invalidate in map(type, records):
             self._do(self._write)
 
+    def write(self) -> Future[object]:
+        """Write what was sent so far to the index; the future ends when it is written."""
+        return self._do(self._write)
+
     def reset(self) -> bool:
         """Remove the index; return whether the reset is complete.
 

@@ -27,7 +27,7 @@ from kvoffload.cli.demo.play import Answers, Player, Turn, TurnId, make_conversa
 from kvoffload.cli.demo.results import Numbers
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.model.wire import LOWER_TIERS, Tier
-from kvoffload.runtime.disk_catalog import WRITE_PERIOD_S
+from kvoffload.runtime.disk_catalog import DiskCatalog
 from kvoffload.runtime.host_catalog import HostCatalog
 from kvoffload.telemetry.catalogue import TierState, tier_state
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
@@ -96,7 +96,8 @@ async def play_until_killed(options: DemoOptions) -> int:
         for number in range(options.turns):
             await player.play_round(number)
             # The kill would lose what the disk's index does not have yet: all blocks, if the rounds are short.
-            await asyncio.sleep(2 * WRITE_PERIOD_S)
+            if isinstance(disk := offload.catalogs.get(Tier.DISK), DiskCatalog):
+                await asyncio.wrap_future(disk.write())
     return Exit.OK
 
 
