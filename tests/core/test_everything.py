@@ -404,7 +404,9 @@ class WithDisk(Everything):
         is_barred = not record.reads_cache or record.load_failed or state.degraded is not None
         is_barred |= not may_wait and state.requests.is_full  # R19: the request computes what it found
         rest = record.hit.rest_tokens if record.hit is not None else 0
-        assert answer - rest == (0 if is_barred else self._naive(request, world.device_hit(request)))
+        expected = 0 if is_barred else self._naive(request, world.device_hit(request))
+        # More of the rest may be on the host by now than when a kept answer was made.
+        assert answer == expected if not rest else answer - rest <= expected <= answer
         return answer
 
 

@@ -18,7 +18,7 @@ from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 from kvoffload.model.wire import NOTHING, Direction, TransferReport
 from tests.core.fingerprint import fingerprint
-from tests.core.world import CORRUPT, DONE, FAILED, TEXT, World, cached, full, key_at, window
+from tests.core.world import CORRUPT, DONE, FAILED, TEXT, World, cached, full, key_at, keys_of, window
 from tests.operations import calls
 
 
@@ -614,3 +614,16 @@ def test_a_preemption_of_a_request_without_a_running_table_changes_nothing(state
     world.step_and_copy()
     assert world.results == [("a", True)]
     assert violations(world) == []
+
+
+def test_r20_the_next_engine_does_not_find_a_block_that_a_load_found_corrupt() -> None:
+    world = cached(keeps=True)
+    assert len(world.table) == 3
+    request = world.admitted("b", TEXT)
+    world.idle_step()
+    [job] = world.open_jobs(Direction.LOAD)
+    world.report(0, job, CORRUPT, (1,))
+    assert [key for key in keys_of(TEXT, full()) if key not in world.table.values()] == [
+        keys_of(TEXT, full())[1]
+    ]
+    world.end(request)
