@@ -1,4 +1,4 @@
-"""Checks of everything that the engine writes to: the disk, the remote tier, the journal and the span collector."""
+"""Checks of everything that the engine writes to: lower tiers, the journal and the span collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tier key: engines read it from `tier_key_file` and use it to authenticate blocks on disk and in a remote tier."""
+"""The tier key: engines read it from `tier_key_file` and use it to authenticate the blocks of lower tiers."""
 
 from __future__ import annotations
 

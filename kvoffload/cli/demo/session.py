@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kvoffload.engine import Engine
     from kvoffload.runtime.scheduler_side import SchedulerSide
 
-_TIMEOUT_S = 30.0  # the time limit for host memory, the disk's index and the remote tier to become ready
+_TIMEOUT_S = 30.0  # the time limit for host memory and the tiers below it to become ready
 _POLL_S = 0.01
 
 
