@@ -13,7 +13,7 @@ from kvoffload.model.ids import JobId, RequestId
 from tests.core.each_tier import CAUSES, LONG, Kind, next_engine, on_each_tier, rounds, wait_for_rounds
 from tests.core.lower_world import LOAD, LowerWorld
 from tests.core.remote_world import RemoteWorld
-from tests.core.world import CORRUPT, FAILED, Req, full, key_at
+from tests.core.world import CORRUPT, FAILED, Req, full, key_at, keys_of
 
 
 def in_parts(kind: Kind, ranks: int = 1) -> tuple[LowerWorld, Req]:
@@ -29,6 +29,16 @@ def fetching_part(kind: Kind, ranks: int = 1) -> tuple[LowerWorld, Req, JobId]:
     world, request = in_parts(kind, ranks=ranks)
     world.copy_all()
     return world, request, world.start_job(LOAD)
+
+
+def head_on_host(kind: Kind) -> tuple[LowerWorld, Req]:
+    """Return an engine whose lookups have fetched what fits the host, and the request of these lookups."""
+    world = next_engine(kind, LONG, host=16)
+    request = world.add("late", LONG)
+    while world.copied(LOAD) < 16:
+        assert world.lookup(request) is None
+        world.copy_all()
+    return world, request
 
 
 @on_each_tier
@@ -85,12 +95,36 @@ def test_of_a_prefix_that_cannot_be_loaded_in_parts_the_head_is_found_and_the_fi
 
 @on_each_tier
 def test_a_request_that_may_not_wait_gets_the_head(kind: Kind) -> None:
-    world = next_engine(kind, LONG, host=16)
-    request = world.add("late", LONG)
-    while world.copied(LOAD) < 16:
-        assert world.lookup(request) is None
-        world.copy_all()
+    world, request = head_on_host(kind)
     assert world.admit(request, may_wait=False) == 64
+
+
+@on_each_tier
+def test_a_rest_that_is_too_short_to_be_fetched_is_computed(kind: Kind) -> None:
+    world, request = head_on_host(kind)
+    world.least_from[world.TIER] = 24
+    assert world.admit(request) == 64
+
+
+@on_each_tier
+def test_after_a_failed_fetch_only_the_head_is_found(kind: Kind) -> None:
+    world = next_engine(kind, LONG, host=16)
+    request = world.fetched("late", LONG)
+    assert world.lookup(request) is None
+    world.finish(world.start_job(LOAD), outcome=FAILED)
+    assert world.admit(request) == 16
+
+
+@on_each_tier
+def test_the_rest_of_a_long_prefix_counts_as_used_on_its_tier_while_the_request_waits_for_blocks(
+    kind: Kind,
+) -> None:
+    world, request = head_on_host(kind)
+    pool = world.lower.pool
+    pool.use([pool.index[key] for key in keys_of(LONG[:64], full())])
+    assert world.lookup(request) == 84
+    used_last = [pool.key(slot) for slot in pool.order][-5:]
+    assert used_last == keys_of(LONG, full())[:15:-1]
 
 
 @on_each_tier
