@@ -63,7 +63,7 @@ class Parts:
         state, rest = self._state, record.rest
         assert rest is not None, record
         may_go_on = record.asks_tiers and rest.epoch == state.epoch  # R10
-        if state.degraded is not None or state.stall.is_on or not may_go_on:
+        if state.stall.is_on or not may_go_on:
             return None
         index = state.pool.index
         keys = rest.keys[: self._most]

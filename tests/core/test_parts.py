@@ -185,6 +185,16 @@ def test_r16_a_long_load_fails_if_a_part_is_overdue(kind: Kind) -> None:
 
 
 @on_each_tier
+def test_r16_a_long_load_fails_while_no_new_copy_may_start(kind: Kind) -> None:
+    world, request, job = fetching_part(kind)
+    world.core.state.stall.is_on = True  # as after several jobs that timed out
+    world.finish(job)
+    assert world.results == [("late", False)]
+    world.core.state.stall.is_on = False
+    fails(world, request)
+
+
+@on_each_tier
 def test_r10_a_reset_ends_a_long_load(kind: Kind) -> None:
     world, request, job = fetching_part(kind)
     world.reset()
