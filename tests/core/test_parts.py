@@ -262,9 +262,10 @@ def test_r11_a_long_load_without_room_for_a_part_fails_at_once(kind: Kind) -> No
 
 
 @on_each_tier
-def test_r14_a_part_joins_a_fetch_of_its_blocks(kind: Kind) -> None:
+@pytest.mark.parametrize("ends", [(76, 80), (80,)])
+def test_r14_a_part_joins_a_fetch_of_its_blocks(kind: Kind, ends: tuple[int, ...]) -> None:
     world, request, job = fetching_part(kind)
-    tier, keys = world.lower, [key_at(LONG, end) for end in (76, 80)]
+    tier, keys = world.lower, [key_at(LONG, end) for end in ends]
     world.core.tier_store.fetches[tier].plan(keys, [tier.pool.index[key] for key in keys])
     world.finish(job)
     world.load_and_run(request)
