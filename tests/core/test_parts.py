@@ -138,6 +138,7 @@ def test_an_engine_may_decline_the_rest_of_a_long_prefix(kind: Kind, accepted: i
     world.load_and_run(request)
     world.end_and_drain(request)
     assert len(rounds(world)) == fetches
+    assert sum(world.loads().values()) == accepted // 4
 
 
 # -- endings ----------------------------------------------------------------------------------------------------------
