@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.core.jobs import Load
+from kvoffload.model import facts
 from kvoffload.model.causes import LoadOutcome, MissCause
 from kvoffload.model.engine import Promises
 from kvoffload.model.events import LoadEnded, LookupAnswered, PrefixExceedsHost
@@ -60,6 +61,16 @@ def test_a_prefix_longer_than_the_host_is_loaded_whole_and_each_block_is_read_on
     world.device.forget_keys()
     world.load_and_run(wait_for_rounds(world, world.add("next", LONG)))
     assert world.copied(LOAD) < 2 * 21
+
+
+@on_each_tier
+@pytest.mark.parametrize("host", [1, 3])
+def test_a_host_of_a_few_slots_is_enough_for_a_long_prefix(kind: Kind, host: int) -> None:
+    world = next_engine(kind, LONG, host=host)
+    request = wait_for_rounds(world, world.add("late", LONG))
+    world.load_and_run(request)
+    assert (world.results, request.brought) == ([("late", True)], (0, 84))
+    world.end_and_drain(request)
 
 
 @on_each_tier
@@ -227,6 +238,14 @@ def test_r10_after_a_reset_a_long_load_takes_no_later_blocks_behind_its_earlier_
     for each in (world.requests["other"], request):
         world.end(each)
     world.drain()
+
+
+def test_r18_a_long_load_ends_when_its_tier_gets_another_namespace() -> None:
+    world, request, job = fetching_part(RemoteWorld)
+    world.tell(facts.TierOpened(world.TIER, "another"))
+    assert world.results == [("late", False)]
+    world.finish(job)
+    fails(world, request)
 
 
 @on_each_tier
