@@ -395,7 +395,6 @@ class OffloadCore:
         live = tuple(state.requests.live.values())
         for record in live:
             self._hits.drop(record, PinDropCause.RESET)
-            self._loads.stop(record)
             record.may_store = False
             self.stores.evictions.forget(record)
             state.requests.load_is_over(record)
