@@ -227,9 +227,8 @@ def _stores(reading: Reading) -> Sentence | None:
     numbers = {"loads_per_store": reuse} | (found if any(found.values()) else {})
     if setting == AUTO and used:
         text += f"; store_policy auto stores by {used}"
-    elif (
-        used in found and found[best] - found[used] >= _WORTH
-    ):  # an engine of a later version may use another
+    # An engine of a later version may use a policy that is not compared.
+    elif used in found and found[best] - found[used] >= _WORTH:
         shares = f"{best} would have found {_percent(found[best])}, {used} {_percent(found[used])}"
         text += f"; of the recent prompts' blocks {shares}: set store_policy to auto"
     elif not any(found.values()) and reuse < _LEAST_REUSE and setting == "eager":

@@ -464,34 +464,6 @@ class Loads:
         if record.incarnation == job.incarnation and record.state is _RUNNING:
             self.planner.loaded(record)
 
-    # -- loads in parts -----------------------------------------------------------------------------------------
-
-    def go_on(self, record: RequestRecord, job: Load | Fetch) -> None:
-        """Plan the next part of a request's load, if the part waits for this job."""
-        rest = record.rest
-        if rest is None or rest.job != job.id:
-            return
-        slots = self._parts.next(record) if record.state is _LOADING else None
-        if slots is None:
-            self._fail_rest(record, rest)
-        elif slots:
-            count = len(slots)
-            blocks, rest.blocks = rest.blocks[:count], rest.blocks[count:]
-            del rest.keys[:count]
-            self._state.pool.pin(slots)
-            self._plan(record, list(slots), blocks, count * self._state.shape.alignment)
-
-    def stop(self, record: RequestRecord) -> None:
-        """Report a request's load as failed if its next part waits for a fetch. A part that is being loaded ends first."""
-        rest = record.rest
-        if rest is not None and not isinstance(self._state.jobs.open.get(rest.job), Load):
-            self._fail_rest(record, rest)
-
-    def _fail_rest(self, record: RequestRecord, rest: Rest) -> None:
-        event = events.LoadEnded(rest.load, record.request, 0, LoadOutcome.FAILED)
-        self._state.tally.events.append(event)
-        self._answer(record, record.incarnation, loaded=False)
-
     def _distrust(self, job: Load, report: JobReport) -> None:
         """Invalidate a load's host slots after one rank's copy failed, even while other ranks read them (R4).
 
@@ -525,3 +497,31 @@ class Loads:
         record.load_failed = True
         state.requests.move(record, RequestEvent.LOAD_FAILED)
         state.tables.forget(record)
+
+    # -- loads in parts -----------------------------------------------------------------------------------------
+
+    def go_on(self, record: RequestRecord, job: Load | Fetch) -> None:
+        """Plan the next part of a request's load, if the part waits for this job."""
+        rest = record.rest
+        if rest is None or rest.job != job.id:
+            return
+        slots = self._parts.next(record) if record.state is _LOADING else None
+        if slots is None:
+            self._fail_rest(record, rest)
+        elif slots:
+            count = len(slots)
+            blocks = rest.blocks[:count]
+            del rest.keys[:count], rest.blocks[:count]
+            self._state.pool.pin(slots)
+            self._plan(record, list(slots), blocks, count * self._state.shape.alignment)
+
+    def stop(self, record: RequestRecord) -> None:
+        """Report a request's load as failed if its next part waits for a fetch. A part that is being loaded ends first."""
+        rest = record.rest
+        if rest is not None and not isinstance(self._state.jobs.open.get(rest.job), Load):
+            self._fail_rest(record, rest)
+
+    def _fail_rest(self, record: RequestRecord, rest: Rest) -> None:
+        event = events.LoadEnded(rest.load, record.request, 0, LoadOutcome.FAILED)
+        self._state.tally.events.append(event)
+        self._answer(record, record.incarnation, loaded=False)

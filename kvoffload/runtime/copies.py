@@ -40,8 +40,8 @@ class LoadAnswers(Struct):
 
     Args:
         loaded, failed: requests whose load succeeded or failed.
-        without_copy: the requests in `loaded` and `failed` whose load was never sent to the workers, so that no worker
-            reports the load.
+        without_copy: the requests in `loaded` and `failed` whose load, or the last part of it, was never sent to the
+            workers, so that no worker reports the load.
         abandoned: the jobs of `failed` requests that a worker is still copying.
     """
 
@@ -72,7 +72,7 @@ class OpenCopies:
         """The running copies, in the order of submission."""
         self._counts = {(direction, is_overdue): 0 for direction in Direction for is_overdue in (False, True)}
         self.awaited: dict[RequestId, JobId | None] = {}
-        """The requests whose loads the engine waits for, with each load's job; None before the job is submitted."""
+        """The requests whose loads the engine waits for, with the job of each load, or of its last part; None before this job is submitted."""
         self.answers = NO_ANSWERS
         """Ended loads that `take_answers` has not returned yet."""
         # Other threads read the next two attributes, which are assigned and never modified in place.
