@@ -120,6 +120,21 @@ def test_the_next_engine_finds_a_whole_long_prefix_and_reads_its_blocks_once(
     made.assert_clean()
 
 
+def test_a_prefix_longer_than_the_host_reaches_the_disk_over_several_turns(start: StartEngine) -> None:
+    prompt, written = text(1, 29 * BLOCK + 1), list[int]()
+    made = start(extra={"disk_min_hits": 0}, host_blocks=12)
+    for _ in range(8):
+        loaded = made.count("load_blocks", "loaded")
+        made.run(prompt, 1)
+        settle(made)
+        made.forget_device()
+        written.append(copied(made, Direction.STORE))
+    assert written[0] == 12
+    assert written[-1] == 29
+    assert made.count("load_blocks", "loaded") - loaded == 29
+    made.assert_clean()
+
+
 def key_file(path: Path) -> dict[str, object]:
     """Write a key file, with a key made from its name; return the setting that names the file."""
     path.touch(mode=0o600)
