@@ -5,6 +5,7 @@ import math
 import signal
 import sys
 import threading
+import time
 import urllib.request
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -63,14 +64,30 @@ def run_json(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = Ex
     return found
 
 
+class InTime(ReferenceWorker):
+    """Ends every copy of a step in the step, as copies do that are faster than the engine."""
+
+    def take_output(self) -> object:
+        pump = self.offload.pump
+        while pump.has_jobs:
+            pump.poll()
+            time.sleep(0)
+        return super().take_output()
+
+
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
 @slow
 @pytest.mark.parametrize(("kind", "policy"), [*((kind, "eager") for kind in KINDS), ("full", "lazy")])
 def test_outputs_are_equal_and_tokens_are_saved(
-    kind: str, policy: str, small: list[str], capsys: pytest.CaptureFixture[str]
+    kind: str,
+    policy: str,
+    small: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("kvoffload_reference.plugin.ReferenceWorker", InTime)
     found = run_json([*small, *KINDS[kind], "--config", f"store_policy={policy}"], capsys)
     assert found["passed"]
     assert found["audit"] == []
@@ -79,9 +96,7 @@ def test_outputs_are_equal_and_tokens_are_saved(
     assert without["host_tokens"] == 0
     assert with_["host_tokens"] > 0
     assert with_["computed_tokens"] < without["computed_tokens"]
-    # The bound is low: stores may lease only part of such a small device cache, so slow copies leave some
-    # blocks out.
-    assert with_["reused_share"] >= 0.5
+    assert with_["reused_share"] == 1.0
     assert found["offloading"]["loaded_blocks"].keys() == {"loaded"}
     if kind != "recurrent":
         for played in (without, with_):
