@@ -1,7 +1,7 @@
 """The journal: keeps the last messages in memory for error reports, and optionally writes all messages to a file.
 
-The journal keeps messages in a ring buffer and turns a message into text only when the message is read. Without a file,
-it moves messages to the ring at each `Tick`, which is faster; with a file, after each batch.
+The journal keeps batches of messages in a ring buffer and turns a message into text only when the message is read.
+Without a file, it moves batches to the ring at each `Tick`, which is faster; with a file, at once.
 
 A task on the observers' event loop takes messages from a feed and writes them to the file on a worker thread, so that
 neither the engine nor another observer waits for a disk. If the feed is full, lines are dropped, and the sequence
@@ -44,7 +44,7 @@ class Journal:
 
     Args:
         hook: the current hook, whose time is the time of its messages.
-        ring_size: the number of messages to keep in memory.
+        ring_size: the number of batches to keep in memory.
         path: the file to append to; None for no file.
         max_bytes: the maximum size of the file and the rotated file together; None for no maximum.
         provenance: the content of each file's first line; None for no such line.
@@ -65,8 +65,9 @@ class Journal:
         on_failure: Callable[[Exception], object] | None = None,
     ) -> None:
         self._hook = hook
-        self._ring: deque[Entry] = deque(maxlen=ring_size)
+        self._ring: deque[Batch] = deque(maxlen=ring_size)
         self._young: list[Batch] = []  # the batches that are not in the ring yet
+        self._is_large = False  # whether one of them has a part of a tier's index
         head = _head(provenance, hook.unix(hook.now)) if provenance else ""
         self._file = JournalFile(path, max_bytes, head) if path is not None else None
         self._feed: Feed[Entry] | None = None
@@ -80,21 +81,21 @@ class Journal:
             capacity: the maximum number of lines that wait to be written. Further lines are dropped.
         """
         bus.count(Batch, self._young.append)  # a method in C, which takes less time in hooks than one of ours
+        bus.count(TierRestored, self._move)  # the index of a tier comes in many parts
         if self._file is None:
             bus.count(Tick, self._move)
-            bus.count(TierRestored, self._move)  # the index of a tier comes in many parts within one step
         else:
             self._feed = bus.observe("journal", capacity)
             bus.count(Batch, self._move)
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines as text, the oldest first. Any thread may call this method."""
-        # Copy `_young` before the ring. If a message moves to the ring in between, both copies contain it, and its
-        # number shows the duplicate. In the reverse order, both copies could miss the message.
+        # Copy `_young` before the ring. If a batch moves to the ring in between, both copies contain it, and its number
+        # shows the duplicate. In the reverse order, both copies could miss the batch.
         young, ring = list(self._young), self._ring.copy()
-        last = ring[-1][0] if ring else 0
-        _extend(ring, [entry for entry in self._entries(young) if entry[0] > last])
-        return [line_of(entry) for entry in list(ring)[-count:]] if count else []
+        last = ring[-1].before if ring else -1
+        _extend(ring, [batch for batch in young if batch.before > last])
+        return [line_of(entry) for entry in self._entries(ring)[-count:]] if count else []
 
     async def run(self) -> None:
         """Write the file until the bus is closed. Without a file, return at once.
@@ -113,45 +114,40 @@ class Journal:
             self._feed.abandon()
             self._file.close()
 
-    def _move(self, _: Tick | TierRestored | Batch) -> None:
-        """Move messages to the ring, and pass them to the task that writes the file."""
-        entries = self._entries(self._last() if self._feed is None else self._young)
-        _extend(self._ring, entries)
-        self._young.clear()
+    def _move(self, message: Tick | TierRestored | Batch) -> None:
+        """Move batches to the ring, and pass their messages to the task that writes the file."""
+        young = self._young
         if self._feed is not None:
-            for entry in entries:
+            for entry in self._entries(young):
                 self._feed.offer(entry)
-
-    def _last(self) -> list[Batch]:
-        """Return the last batches, of which older ones would leave no message in the ring."""
-        wanted, young = self._ring.maxlen or 0, self._young
-        for place in range(len(young) - 1, 0, -1):
-            messages = young[place].messages
-            # A step may be idle, and the ring keeps one of several idle steps in a row.
-            wanted -= len(messages) - (type(messages[0]) is StepScheduled)
-            if wanted <= 0:
-                return young[place:]
-        return young
+        _extend(self._ring, map(_without_index, young) if self._is_large else young)
+        young.clear()
+        self._is_large = type(message) is TierRestored  # its batch comes next
 
     def _entries(self, batches: Iterable[Batch]) -> list[Entry]:
         epoch = self._hook.unix(0)
         return [
-            # Keep only a summary of a `TierRestored` fact, which is as large as the tier's index.
-            (number, epoch + batch.at, summary_of(message) if type(message) is TierRestored else message)
-            for batch in batches
+            (number, epoch + batch.at, message)
+            for batch in map(_without_index, batches)
             for number, message in enumerate(batch.messages, batch.before + 1)
         ]
 
 
-def _extend(ring: deque[Entry], entries: Iterable[Entry]) -> None:
-    """Append entries. Of consecutive idle steps, keep only the last, so that other entries stay in the ring longer."""
+def _without_index(batch: Batch) -> Batch:
+    """Return a batch with only a summary of each `TierRestored` fact, which is as large as a part of the tier's index."""
+    messages = [summary_of(each) if type(each) is TierRestored else each for each in batch.messages]
+    return Batch(batch.before, batch.at, messages)
+
+
+def _extend(ring: deque[Batch], batches: Iterable[Batch]) -> None:
+    """Append batches. Of consecutive idle steps, keep only the last, so that other batches stay in the ring longer."""
     was_idle = False
-    for entry in [ring.pop(), *entries] if ring else entries:
-        message = entry[2]
-        is_idle = type(message) is StepScheduled and message.is_idle
+    for batch in [ring.pop(), *batches] if ring else batches:
+        first = batch.messages[0]
+        is_idle = type(first) is StepScheduled and len(batch.messages) == 1 and first.is_idle
         if is_idle and was_idle:
             ring.pop()
-        ring.append(entry)
+        ring.append(batch)
         was_idle = is_idle
 
 

@@ -1,8 +1,9 @@
 """Decides when to report the progress of vLLM's requests to the core.
 
 The progress of a prefill is reported in the next step. A decoding batch completes only a few blocks in each step, and
-each report leads to a store job. So the progress of decoding requests is reported only every 16th step, and one job
-stores all new blocks. With lazy stores, progress is reported in every step. Newly allocated blocks are reported in the
+each report leads to a store job. So the progress of a decoding request is reported only every 16th step, and one job
+stores the new blocks of many requests. A large batch is reported in parts, in consecutive steps, so that no hook takes
+long. With lazy stores, progress is reported in every step. Newly allocated blocks are reported in the
 same step (R7, R10). All progress is reported immediately while the device has so few free blocks that vLLM may preempt
 requests.
 """
@@ -35,6 +36,9 @@ _make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress]
     tuple.__new__, facts.Progress
 )
 """Creates a `facts.Progress` in a third of the constructor's time. A step creates many of them."""
+
+_LEAST_PART = 32
+"""A batch with more decoding requests than this is reported in parts."""
 
 
 class KeyMaker:
@@ -113,7 +117,8 @@ class ProgressReports:
     """Decides in each step for which requests to report progress to the core.
 
     A request that computes several tokens in a step is checked in the next step that schedules the request. All
-    scheduled requests are checked in every step whose number is a multiple of `every`.
+    scheduled requests are checked in every step whose number is a multiple of `every`. If there are many, the later ones
+    are checked in the steps after it.
 
     Args:
         shape: the description of the engine that the core uses.
@@ -145,6 +150,10 @@ class ProgressReports:
         self._scarce = 2 * shape.turnover_blocks
         self.set_every(every)
         self.steps = 0
+        self._due: list[str] = []
+        """The requests that were scheduled in the last step whose number is a multiple of `every`, and not checked since."""
+        self._part = _LEAST_PART
+        """How many of them to check in a step."""
         self._soon: dict[str, int] = {}
         """The requests that computed several tokens in a step and are not yet checked, with the number of tokens."""
         self._late: dict[str, _Table] = {}
@@ -194,16 +203,20 @@ class ProgressReports:
                 table: _Table = tuple([tuple(blocks[group]) for group in groups])
                 late[name] = tuple(map(add, late[name], table)) if name in late else table
                 reallocated += chain.from_iterable(table)
-        looks: Iterable[str] = self._take_soon(scheduled) if self._soon else ()
+        looks = self._take_soon(scheduled) if self._soon else []
         if self.steps % self._every == 0:
-            looks, reallocated = scheduled, []
-        elif late and self._device.free_blocks() < self._scarce:
-            looks, reallocated = (*looks, *late), []
+            self._due = [*scheduled]
+            self._part = max(_LEAST_PART, -(-len(scheduled) // self._every))
+        if self._due:
+            looks += self._due[: self._part]
+            del self._due[: self._part]
+        if late and self._device.free_blocks() < self._scarce:
+            looks += late
         if output.total_num_scheduled_tokens > len(scheduled):
             self._soon |= {name: tokens for name, tokens in scheduled.items() if tokens > 1}
         complete = [state.request for state in states]
         progress = self._progress(looks, scheduled, complete) if looks or complete else ()
-        return progress, reallocated
+        return progress, reallocated if late else []
 
     def _take_soon(self, scheduled: Mapping[str, int]) -> list[str]:
         """Return the scheduled requests to check in this step, and remove them from `_soon`.
