@@ -88,14 +88,13 @@ class Retention:
         """
         sizes, held, end = [group.block_tokens for group in self._groups], list[SlotId](), 0
         groups = len(sizes)
-        for offer in job.offers:
-            record, places = offer.record, offer.places
-            first, end = end, end + len(offer.keys)
+        for keys, _, record, incarnation, places in job.offers:
+            first, end = end, end + len(keys)
             if record is None or record not in job.concerns:
                 continue
             # As in `depth_of`, without calls.
             tokens = places[0] // groups * sizes[places[0] % groups]
-            if tokens < record.held_to or offer.incarnation != record.incarnation:
+            if tokens < record.held_to or incarnation != record.incarnation:
                 record.shares = True
             record.held_to = places[-1] // groups * sizes[places[-1] % groups]
             slots = job.slots[first:end]

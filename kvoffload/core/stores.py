@@ -180,6 +180,9 @@ class Stores:
         cached: list[Offer] = []
         for offer in offers:
             is_cached = [key in parts[key[0]] for key in offer.keys]
+            if False not in is_cached:
+                cached.append(offer)
+                continue
             if True in is_cached:
                 found, offer = offer.split(is_cached)
                 cached.append(found)

@@ -19,6 +19,7 @@ from kvoffload.model.facts import RequestEnded, RequestSeen, StepScheduled
 from kvoffload.model.ids import RequestId
 from kvoffload.model.wire import Direction, Tier
 
+_DEVICE, _HOST = Tier.DEVICE, Tier.HOST
 _QUIET_WEIGHT = 1 / 16
 _SLOWDOWN_WEIGHT = 1 / 64
 # A mean starts at the shortest of this many first steps, because the others may include a compilation.
@@ -231,15 +232,18 @@ class FirstTokens:
     def _arrived(self, request: RequestId) -> FirstTokenReached:
         waited_s = self._hook.now - self._waiting.pop(request)[0]
         answer = self._admitted.pop(request)
-        host = answer.hit_tokens - sum([count for _, count in answer.fetched])
-        counts = (Tier.DEVICE, answer.device_tokens), (Tier.HOST, host), *answer.fetched
-        found = [tier for tier, count in counts if count]
+        fetched, host = answer.fetched, answer.hit_tokens
+        if fetched:
+            host -= sum([count for _, count in fetched])
+        found = _HOST if host else _DEVICE if answer.device_tokens else None
+        for tier, count in fetched:
+            found = tier if count else found
         return FirstTokenReached(
             request,
-            found[-1] if found else None,
+            found,
             waited_s,
             answer.device_tokens,
             host,
-            answer.fetched,
+            fetched,
             answer.miss_tokens,
         )

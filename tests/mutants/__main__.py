@@ -21,6 +21,8 @@ from tests.mutants.hunt import PYTEST, FromMemory, Trial, hunt, in_fork, prepare
 from tests.mutants.table import Result, read, summary, written
 
 _PACKAGES = ("core", "runtime", "transfer", "disk", "remote")
+# Rules of the node's memory are noticed by whole engines and by the explorer.
+_FURTHER = ("test_tier_cache", "explore/test_neighbours", "reference/test_neighbours", "reference/test_host_files")
 _RULES = Path("tests/mutants/rules.py")
 
 
@@ -52,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--rules", action="store_true", help="instead of mutants, leave out one rule at a time")
     folders = [Path("kvoffload", name) for name in _PACKAGES]
     option("--sources", type=Path, nargs="+", default=folders, metavar="DIR", help="what is changed")
-    folders = [*[Path("tests", name) for name in _PACKAGES], Path("tests/test_tier_cache.py")]
+    folders = [Path("tests", name) for name in (*_PACKAGES, *[f"{name}.py" for name in _FURTHER])]
     option("--tests", type=Path, nargs="+", default=folders, metavar="DIR", help="what should notice")
     folder = Path(".venv/mutants")
     option("--keep", type=Path, default=folder, metavar="DIR", help="for results, which a later run reuses")
