@@ -10,6 +10,7 @@ would look too fast. Prompts differ in length, so that some blocks are completed
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ PHASES = {
     "decode": "each decoding step",
     "prefill": "each step that admits requests",
     "all": "the whole workload",
+    "longest": "the longest hook, without garbage collections",
 }
 WINDOW_STEPS = 16
 TARGET = 0.3
@@ -50,7 +52,8 @@ class Case:
         model: a key of `MODELS`.
         running: the number of running requests.
         phase: a key of `PHASES`.
-        step_us: for each connector, the microseconds in hooks per step, in each repeat.
+        step_us: for each connector, the microseconds in hooks per step, in each repeat; in the phase "longest" those of a
+            single hook.
     """
 
     model: str
@@ -61,7 +64,7 @@ class Case:
     def lines(self) -> Iterator[Line]:
         """Yield a line with our hooks' time over the peer's, and a line with our hooks' time."""
         what = f"{PHASES[self.phase]}, {self.running} running, {MODELS[self.model]}"
-        target = TARGET if self.running >= _MANY and self.phase != "prefill" else None
+        target = TARGET if self.running >= _MANY and self.phase in ("decode", "all") else None
         found = ratios(self.step_us[OURS], self.step_us[PEER])
         yield line(f"scheduler's hooks over the peer's, {what}", found, at_most=target)
         yield line(f"scheduler's hooks, {what}", self.step_us[OURS], " us")
@@ -100,6 +103,7 @@ def measure(
             _ride(riders, draw_prompts(draw, max(running)), tokens)  # a warm-up
             for count in running:
                 yield from _measure_case(model, riders, count, repeats, tokens, draw)
+                yield _measure_longest(model, riders, count, repeats, tokens, draw)
 
 
 def _measure_case(
@@ -119,6 +123,22 @@ def _measure_case(
     for phase, by_name in gathered.items():
         if by_name:
             yield Case(model, running, phase, by_name)
+
+
+def _measure_longest(
+    model: str, riders: Sequence[Rider], running: int, repeats: int, tokens: int, draw: random.Random
+) -> Case:
+    longest: dict[str, list[float]] = {}
+    for _ in range(repeats):
+        gc.collect()
+        gc.disable()
+        try:
+            rides = _ride(riders, draw_prompts(draw, running), tokens)
+        finally:
+            gc.enable()
+        for name, steps in rides.items():
+            longest.setdefault(name, []).append(max(step.longest_ns for step in steps) / 1e3)
+    return Case(model, running, "longest", longest)
 
 
 def _median_window(steps_us: Sequence[float]) -> float:

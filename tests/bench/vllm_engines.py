@@ -74,11 +74,13 @@ class Step:
         requests: the number of scheduled requests.
         tokens: the number of computed tokens.
         hook_ns: the nanoseconds spent in hooks since the previous step.
+        longest_ns: the processor time of the longest of these hooks, in nanoseconds.
     """
 
     requests: int
     tokens: int
     hook_ns: int
+    longest_ns: int
 
 
 class Rider:
@@ -110,7 +112,7 @@ class Rider:
         self.llm: Any = LLM(str(checkpoint), **{**_options(running), **connector, **options})
         self._worker_connector = self._place._KV_CONNECTOR_AGENT
         self._scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
-        self._spent_ns = self._requests = self._tokens = 0
+        self._spent_ns = self._longest_ns = self._requests = self._tokens = 0
         self.outputs: Sequence[Any] = ()
         if self._scheduler.connector is not None:
             self._watch(self._scheduler.connector)
@@ -141,8 +143,8 @@ class Rider:
         self.outputs = self.llm.llm_engine.step()
         if self.connector is not None and not self._tokens and self.is_busy:
             time.sleep(_PAUSE_S)
-        step = Step(self._requests, self._tokens, self._spent_ns)
-        self._spent_ns = 0
+        step = Step(self._requests, self._tokens, self._spent_ns, self._longest_ns)
+        self._spent_ns = self._longest_ns = 0
         return step
 
     def serve(self, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[list[float], float]:
@@ -210,11 +212,12 @@ class Rider:
 
     def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter_ns()
+            of_thread, began = time.thread_time_ns(), time.perf_counter_ns()
             try:
                 return hook(*args, **kwargs)
             finally:
                 self._spent_ns += time.perf_counter_ns() - began
+                self._longest_ns = max(self._longest_ns, time.thread_time_ns() - of_thread)
 
         return timed
 
