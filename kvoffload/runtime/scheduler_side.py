@@ -37,7 +37,7 @@ from kvoffload.telemetry.counters import Counters
 from kvoffload.transfer.ports import Clocks
 
 _UNKNOWN = EngineIdentity()
-_TICK_STEPS = 16
+_TICK_STEPS, _TICK_AT = 16, 8  # not in the steps in which vLLM's decoding requests are reported
 
 # In CPython 3.11, reading a module global takes a tenth of the time of reading `Hook.SEEN`.
 _SEEN, _LOOKUP, _ALLOCATED = Hook.SEEN, Hook.LOOKUP, Hook.ALLOCATED
@@ -260,7 +260,7 @@ class SchedulerSide:
                 self._take_facts(batch)
                 break
         self.bus.dispatch(batch)
-        if not fact.step % _TICK_STEPS:
+        if fact.step % _TICK_STEPS == _TICK_AT:
             self.bus.tick()
         jobs = self._jobs
         # The core plans only after it has handled all facts, and only if none of them made it raise.

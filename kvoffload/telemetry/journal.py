@@ -33,6 +33,7 @@ from kvoffload.model.facts import StepScheduled, TierRestored
 from kvoffload.telemetry.records import BEGUN, rotated, summary_of, to_plain
 
 _BATCH = 1024  # the maximum number of entries in one write
+_PART = 64  # how many batches move to the ring at a `Tick`, if no more than four times as many wait
 _OWNERS = 0o600
 
 Entry = tuple[int, float, object]
@@ -81,12 +82,12 @@ class Journal:
             capacity: the maximum number of lines that wait to be written. Further lines are dropped.
         """
         bus.count(Batch, self._young.append)  # a method in C, which takes less time in hooks than one of ours
-        bus.count(TierRestored, self._move)  # the index of a tier comes in many parts
+        bus.count(TierRestored, self._restored)
         if self._file is None:
-            bus.count(Tick, self._move)
+            bus.count(Tick, self._tick)
         else:
             self._feed = bus.observe("journal", capacity)
-            bus.count(Batch, self._move)
+            bus.count(Batch, self._written)
 
     def tail(self, count: int) -> list[str]:
         """Return the last `count` lines as text, the oldest first. Any thread may call this method."""
@@ -114,15 +115,29 @@ class Journal:
             self._feed.abandon()
             self._file.close()
 
-    def _move(self, message: Tick | TierRestored | Batch) -> None:
-        """Move batches to the ring, and pass their messages to the task that writes the file."""
+    def _tick(self, _: Tick) -> None:
+        """Move a part of the batches, so that a burst of requests makes no hook long."""
+        self._move(max(_PART, len(self._young) // 4))
+
+    def _written(self, batch: Batch) -> None:
+        """Pass messages to the task that writes the file."""
+        assert self._feed is not None, "this method is called only with a file"
+        for entry in self._entries((batch,)):
+            self._feed.offer(entry)
+        self._move(1)
+
+    def _restored(self, _: TierRestored) -> None:
+        """Move all batches: the index of a tier comes in many parts, and the next batch has one."""
+        self._move(len(self._young))
+        self._is_large = True
+
+    def _move(self, count: int) -> None:
+        """Move the oldest batches to the ring."""
         young = self._young
-        if self._feed is not None:
-            for entry in self._entries(young):
-                self._feed.offer(entry)
-        _extend(self._ring, map(_without_index, young) if self._is_large else young)
-        young.clear()
-        self._is_large = type(message) is TierRestored  # its batch comes next
+        moved = young[:count]
+        _extend(self._ring, map(_without_index, moved) if self._is_large else moved)
+        del young[:count]
+        self._is_large = self._is_large and bool(young)
 
     def _entries(self, batches: Iterable[Batch]) -> list[Entry]:
         epoch = self._hook.unix(0)

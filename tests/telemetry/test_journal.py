@@ -495,7 +495,20 @@ def test_property_the_ring_is_the_same_however_often_messages_move_to_it(
         for journal in journals:
             journal._young.append(Batch(before, float(place), messages))
         before += len(messages)
-        journals[0]._move(Tick())
+        journals[0]._tick(Tick())
         if place in ticks:
-            journals[1]._move(Tick())
+            journals[1]._tick(Tick())
     assert journals[0].tail(9) == journals[1].tail(9)
+
+
+def test_a_burst_of_messages_moves_to_the_ring_in_parts() -> None:
+    bus = Bus(Ticks())
+    journal = journal_of(bus)
+    for number in range(400):
+        bus.publish(BlocksOffered(number))
+    lefts = list[int]()
+    for _ in range(6):
+        bus.tick()
+        lefts.append(len(journal._young))
+    assert lefts == [300, 225, 161, 97, 33, 0]
+    assert [json.loads(line)["blocks"] for line in journal.tail(400)] == list(range(400))
