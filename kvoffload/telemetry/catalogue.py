@@ -7,10 +7,10 @@ dashboards' tests use the catalogue.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Set, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from kvoffload.core.machine import JobState, SlotState
@@ -300,7 +300,7 @@ class Label:
         return tuple(map(label_of, self.served or self.enum or ()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Metric:
     """The declaration of one metric.
 
@@ -342,12 +342,17 @@ class Metric:
         """
         return tuple(itertools.product(*(label.values for label in self.labels)))
 
-    def series_with(self, tiers: Set[Tier]) -> list[Labels]:
+    def series_with(self, tiers: Set[Tier]) -> Sequence[Labels]:
         """Return the combinations of label values that can occur on an engine with the given lower tiers."""
-        if self.tiers and self.tiers.isdisjoint(tiers):
-            return []
-        off = {value for value, needed in _ONLY_WITH.items() if needed.isdisjoint(tiers)}
-        return [labels for labels in self.series if off.isdisjoint(labels)]
+        return _series_with(self, frozenset(tiers))
+
+
+@cache
+def _series_with(metric: Metric, tiers: frozenset[Tier]) -> Sequence[Labels]:
+    if metric.tiers and metric.tiers.isdisjoint(tiers):
+        return ()
+    off = {value for value, needed in _ONLY_WITH.items() if needed.isdisjoint(tiers)}
+    return tuple([labels for labels in metric.series if off.isdisjoint(labels)])
 
 
 _NODE = frozenset((Tier.NODE,))
