@@ -2,7 +2,8 @@
 # Expected: fastdigest describes `probability(x1, x2)` as the estimated probability that a value lies in the interval from x1 to x2, both
 #   included. If all requests took 5 or 10 seconds, the share from 5 to 10 seconds is 1, and a digest of 100 values is exact there.
 # Happens: it is 0.51. `cdf(10)` is 0.51 too, and 1 for anything above 10. Each of the numbers 0 to 4, all of them equally frequent, has
-#   the probability 0. Half of a value's weight is counted below the value, and nothing of the smallest value up to itself.
+#   the probability 0. Half of a value's weight counts as below the value, a rule known from the t-digest in Java (tdunning/t-digest
+#   issue 103), which fastdigest's documentation does not name.
 # Versions: fastdigest 0.12.0, Python 3.11.
 set -eu
 folder=$(mktemp -d)
