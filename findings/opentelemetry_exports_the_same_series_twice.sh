@@ -3,7 +3,7 @@
 #   attributes into labels, whose values are strings. Attributes that become the same labels are one series, with their sum.
 # Happens: a counter with `status=200` in one place and `status="200"` in another is exported as two samples of the same series, 3 and
 #   4. The sum, 7, is nowhere. prometheus_client's own parser reads both without complaint. The same happens to `http.status`
-#   and `http_status`, as two attributes of different calls.
+#   and `http_status`, as two attributes of different calls. Known, of such names: open-telemetry/opentelemetry-python issue 3928.
 # Versions: opentelemetry-exporter-prometheus 0.66b2, opentelemetry-sdk 1.45.2, prometheus-client 0.26.0, Python 3.11.
 set -eu
 folder=$(mktemp -d)
