@@ -1,7 +1,7 @@
 #!/bin/bash
 # Expected: lm-format-enforcer lets a model write only what its JSON schema allows. For `{"enum": [true, false]}` that is `true` or `false`.
 # Happens: the only texts it lets through are `True` and `False`, which are Python's and no JSON. `{"type": "boolean"}` is right. A `null`
-#   in an enum and a `true` as `const` raise an error.
+#   in an enum and a `true` as `const` raise an error. Known: noamgat/lm-format-enforcer issue 183, open.
 # Versions: lm-format-enforcer 0.11.3, pydantic 2.14.4, Python 3.11.
 set -eu
 folder=$(mktemp -d)
