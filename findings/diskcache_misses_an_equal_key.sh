@@ -2,7 +2,8 @@
 # Expected: what was stored under the key ("llama", "llama") is found under any equal tuple of two strings. diskcache's documentation says
 #   that other keys than strings and numbers are compared by their pickled bytes; equal tuples of equal strings have equal bytes.
 # Happens: pickle writes a string that occurs twice in a tuple only once if it is one object, and twice if it is two equal ones. So the key
-#   is missed if one of the strings came from elsewhere, here from a JSON text, and storing makes a second entry.
+#   is missed if one of the strings came from elsewhere, here from a JSON text, and storing makes a second entry. Known:
+#   grantjenks/python-diskcache issue 272, open.
 # Versions: diskcache 5.6.3, Python 3.11.
 set -eu
 folder=$(mktemp -d)

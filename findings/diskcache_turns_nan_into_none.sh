@@ -1,8 +1,8 @@
 #!/bin/bash
-# Expected: a value that was stored comes back. diskcache stores numbers as SQLite's own, and its documentation says of floats that they are
-#   kept as they are.
+# Expected: a value that was stored comes back. diskcache stores floats as numbers of SQLite, and pickles what SQLite has no type for.
 # Happens: float("nan") comes back as None, without an error, from the cache, from an Index and from a Deque. It is still a key of the
-#   cache. Infinity and -0.0 come back right, and so does a list with a NaN, which is pickled.
+#   cache. Infinity and -0.0 come back right, and so does a list with a NaN, which is pickled. Known: the fork diskcache-community
+#   keeps NaN since 5.8.2.
 # Versions: diskcache 5.6.3, Python 3.11.
 set -eu
 folder=$(mktemp -d)

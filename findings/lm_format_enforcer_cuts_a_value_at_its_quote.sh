@@ -1,9 +1,9 @@
 #!/bin/bash
-# Expected: with `{"enum": ["say \"yes\""]}`, the one value is written in JSON with a backslash before each inner quote, and lm-format-enforcer,
-#   which allows only what a schema allows, allows that.
-# Happens: it does not. It takes the quote in the value for the end of the string, so that the only text which it allows is "say ", a value
-#   that is not in the enum. A line break in a value has to be written as it is, which is no JSON. A backslash is
-#   right. `const` does the same.
+# Expected: the one value of `{"enum": ["say \"yes\""]}` is written in JSON with a backslash before each inner quote. lm-format-enforcer,
+#   which lets a model write what its schema allows, lets it write that.
+# Happens: it does not. It takes the quote in the value for the end of the string, so that the model can write only "say ", a value
+#   that is not in the enum. A line break in a value must be written as it is, which is no JSON. Backslashes are right. `const`
+#   does the same.
 # Versions: lm-format-enforcer 0.11.3, pydantic 2.14.4, Python 3.11.
 set -eu
 folder=$(mktemp -d)

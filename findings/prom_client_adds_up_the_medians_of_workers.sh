@@ -1,6 +1,6 @@
 #!/bin/bash
-# Expected: prom-client joins the metrics of a cluster's workers, by sum if nothing else is said. Its documentation calls means of
-#   percentiles not quite right, so that one takes care of them. A median over all workers lies between their medians.
+# Expected: prom-client joins the metrics of a cluster's workers, by sum if nothing else is said. Of percentiles its README says only that
+#   the event loop's are averaged, which is not quite accurate. A median over all workers lies between their medians.
 # Happens: a Summary's percentiles are added up too. Three workers whose requests all took 1 second report a median of 3 seconds and a
 #   99th percentile of 3. `sum` and `count` are right. Known: prometheus/client_js issue 225, open, whose answer
 #   is that a summary's parts are summed like counters.
