@@ -22,7 +22,12 @@ from tests.mutants.table import Result, read, summary, written
 
 _PACKAGES = ("core", "runtime", "transfer", "disk", "remote")
 # Rules of the node's memory are noticed by whole engines and by the explorer.
-_FURTHER = ("test_tier_cache", "explore/test_neighbours", "reference/test_neighbours", "reference/test_host_files")
+_FURTHER = (
+    "test_tier_cache",
+    "explore/test_neighbours",
+    "reference/test_neighbours",
+    "reference/test_host_files",
+)
 _RULES = Path("tests/mutants/rules.py")
 
 
