@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 
 from dashboards.generate.promql import choose_engines, values_of
+from kvoffload.model.wire import LOWER_TIERS
 
 Limits = tuple[tuple[int | float, str], ...]
 """Pairs of a value and a colour's name. A number gets the colour of the largest value that it reaches.
@@ -145,18 +146,22 @@ class Board(Part, frozen=True):
         title: the title in Grafana's list of dashboards.
         about: the question that the dashboard answers.
         rows: the rows of panels, from top to bottom.
-        tiers: the values of the variable `tier`, of which the first is the default; empty without this variable.
     """
 
     name: str
     title: str
     about: str
     rows: tuple[Row, ...]
-    tiers: tuple[str, ...] = ()
 
     @property
     def panels(self) -> Iterator[Panel]:
         return (panel for row in self.rows for panel in row.panels)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Return the values of the variable `tier`; empty if no query has this variable. The first is the default."""
+        has_variable = any("$tier" in query.expr for panel in self.panels for query in panel.queries)
+        return tuple([tier.value for tier in LOWER_TIERS]) if has_variable else ()
 
 
 BOARDS = tuple(

@@ -7,8 +7,21 @@ result of an operator's or a request's choice, such as a reset.
 from __future__ import annotations
 
 from kvoffload.cli.figures import COLOURS as FIGURES
+from kvoffload.model.wire import LOWER_TIERS, Tier
 
 GREEN, RED, ORANGE, YELLOW, BLUE, GREY = "#5aa64b", "#d44a3a", "#e8862e", "#e5c33b", "#4a86d0", "#9a9a9a"
+
+
+def of_tier(tier: Tier, colour: str) -> dict[str, str]:
+    """Return the colours that follow from a tier's own: of its space, and of misses of blocks that only it has."""
+    space = {f"{tier.value} total": colour, f"{tier.value} free": _lighter(colour)} if tier.has_slots else {}
+    return space if tier.miss_cause is None else {**space, tier.miss_cause.value: colour}
+
+
+def _lighter(colour: str) -> str:
+    """Return the colour halfway between this one and white."""
+    return "#" + "".join(f"{(int(colour[at : at + 2], 16) + 255) // 2:02x}" for at in (1, 3, 5))
+
 
 COLOURS: dict[str, str] = {
     **FIGURES,
@@ -18,7 +31,7 @@ COLOURS: dict[str, str] = {
     "never_seen": "#b8b8b8", "no_state": "#c4a24a", "partial_block": "#8c8c8c", "last_token": "#a3a08c",
     "lookahead": "#75736a", "evicted": ORANGE, "storing": "#7fb3ea", "declined_host_full": "#c4601a",
     "declined_stale": "#d8b98a", "declined_lease_limit": YELLOW, "declined_other": "#b89b62", "declined_not_ready": "#f0dd9a",
-    "declined_stalled": "#a33b4f", "stalled": "#7d2438", "on_node": "#7cc0a5", "on_disk": "#5b9aa0", "in_remote": "#3f7f86", "tier_opening": "#93c3c7", "lost": "#e0a0a0",
+    "declined_stalled": "#a33b4f", "stalled": "#7d2438", "tier_opening": "#93c3c7", "lost": "#e0a0a0",
     "store_failed": "#b02a2a", "after_reset": "#a06bc9", "load_failed": "#e2685a", "load_declined": "#8a78c9",
     "limited": "#9a86b8", "corrupt": "#8b0000", "no_room": "#f0b429", "seen_once": "#c9822e", "degraded": "#4d0f0f",
     # outcomes of stores and loads
@@ -59,7 +72,6 @@ COLOURS: dict[str, str] = {
     # predictions, by capacity: from too small to large
     "0.25x": "#b8b8b8", "0.5x": YELLOW, "1x": BLUE, "2x": GREEN, "4x": "#2f8f8f", "8x": "#1f6f8f",
     "host_and_disk": "#2f8f8f", "margin": ORANGE, "seconds": BLUE, "measured": "#333333",
-    "host total": GREEN, "host free": "#e4e4e4", "disk total": "#2f8f8f", "disk free": "#93c3c7",
     # hooks, in the order of a step
     "seen": "#c9d9ee", "lookup": GREEN, "allocated": "#9fd08f", "step": BLUE, "ended": GREY,
     "report": YELLOW,
@@ -68,6 +80,10 @@ COLOURS: dict[str, str] = {
     "running": GREEN, "waiting": YELLOW, "prompt": "#7fb3ea", "generated": GREEN, "preemptions": ORANGE, "device blocks in use": BLUE,
     "waiting_to_start": GREY, "in_progress": "#7fb3ea", "completed_waiting": YELLOW,
 }  # fmt: skip
+
+for tier in (Tier.HOST, *LOWER_TIERS):
+    if tier.value in FIGURES:  # if not, `check_colours` says so
+        COLOURS |= of_tier(tier, FIGURES[tier.value])
 
 LIMITS = {"green": GREEN, "red": RED, "orange": ORANGE, "yellow": YELLOW, "grey": GREY}
 """The colours of numbers, by the names that panels use."""

@@ -119,13 +119,13 @@ def test_all_missing_colours_are_listed_with_the_files_that_need_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     check_colours(BOARDS)
-    for name in ("disk", "load", "margin", "on_disk"):
+    for name in ("disk", "disk total", "load", "margin", "on_disk", "on_node"):
         monkeypatch.delitem(COLOURS, name)
     with pytest.raises(SystemExit) as refused:
         check_colours(BOARDS)
     assert refused.value.code == (
         "colours are missing in COLOURS of kvoffload/cli/figures.py (tiers and directions): disk, load; "
-        "in dashboards/generate/colours.py: margin, on_disk"
+        "in dashboards/generate/colours.py: margin, on_node"
     )
 
 
