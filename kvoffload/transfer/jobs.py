@@ -123,7 +123,8 @@ class JobLedger:
             newest = job.id
         self._newest[direction] = newest
         accepted = [OpenJob(job, now) for job in jobs]
-        self._open.update((open_job.job.id, open_job) for open_job in accepted)
+        for open_job in accepted:
+            self._open[open_job.job.id] = open_job
         return accepted
 
     def end(self, open_job: OpenJob, now: float, slot_bytes: int) -> None:

@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from kvoffload.transfer.jobs import OpenJob
     from kvoffload.transfer.layout import DeviceLayout
     from kvoffload.transfer.ports import Clock, Copier, Fence, Ticket
+    from kvoffload.transfer.runs import Numbers
 
 log = get_logger("transfer")
 
@@ -182,7 +183,9 @@ class TransferPump:
 
     def poll(self) -> None:
         """Handle the batches that have ended. Never waits."""
-        if not self.has_jobs or not self._reaping.acquire(blocking=False):
+        if not (self._loads or self._stores or self._gone is not None or self._abandoned):
+            return  # all jobs are stores that the coroutine has not started
+        if not self._reaping.acquire(blocking=False):
             return
         try:
             self._reap()
@@ -431,8 +434,8 @@ class TransferPump:
     def _submit(self, lane: Lane, direction: Direction, parts: Sequence[Part]) -> None:
         now = self._clock.monotonic()
         try:
-            slots = np.concatenate([part.job.slots[part.start : part.end] for part in parts])
-            blocks = np.concatenate([part.job.blocks[part.start : part.end] for part in parts])
+            slots = _joined([part.job.slots[part.start : part.end] for part in parts])
+            blocks = _joined([part.job.blocks[part.start : part.end] for part in parts])
             runs = merge_runs(self._arena.geometry, direction, slots, blocks)
             fences = {id(part.job.fence): part.job.fence for part in parts}
             ticket: Ticket = self._copier.submit(direction, runs, tuple(fences.values()))
@@ -502,3 +505,7 @@ class TransferPump:
                 slots = [job.job.slots[position] for position in bad]
                 log.error("blocks_corrupt", job=job.job.id, blocks=len(bad), slots=slots)
             first = end
+
+
+def _joined(parts: Sequence[Numbers]) -> Numbers:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
