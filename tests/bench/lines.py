@@ -122,11 +122,9 @@ HEADLINES: Mapping[str, Sequence[str]] = {
         "scheduler's hooks over the peer's, each decoding step, 128 running, full attention",
         "scheduler's hooks over the peer's, the whole workload, 128 running, full attention",
         "scheduler's hooks over the peer's, the whole workload, 128 running, hybrid windows",
+        "scheduler's hooks over the peer's, the longest hook, without garbage collections, 128 running, full attention",
     ),
-    "queue": (
-        "scheduler's hooks per step with 10,000 requests that wait, over 10",
-        "scheduler's hooks per step with 10,000 requests that wait, over 10; OffloadingConnector, for comparison",
-    ),
+    "queue": ("scheduler's hooks per step with 10,000 requests that wait, over 10",),
     "copy": (
         "load of scattered pages of 64 KiB, 1 thread, over one large copy",
         "a load of 64 MiB while 256 MiB of stores are queued, over the load alone",
