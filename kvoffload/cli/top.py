@@ -132,6 +132,20 @@ class Row:
     tiers: dict[str, LowerTier]
 
 
+def _body(answer: http.client.HTTPResponse) -> bytes:
+    """Return an answer's body.
+
+    Raises:
+        PageError: the server sends it too slowly. The socket's own limit begins again with each part.
+    """
+    began, body = time.monotonic(), bytearray()
+    while part := answer.read1(_LARGEST_PAGE - len(body)):
+        body += part
+        if time.monotonic() - began > _TIMEOUT_S:
+            raise PageError(f"its answer takes longer than {_TIMEOUT_S:.0f} s")
+    return bytes(body)
+
+
 @dataclass(slots=True)
 class Server:
     """A server and the last two scrapes of its metrics page.
@@ -151,7 +165,7 @@ class Server:
         """Read the metrics page. If this fails, set `problem` and keep the last readings."""
         try:
             with urllib.request.urlopen(self.url, timeout=_TIMEOUT_S) as answer:
-                text = answer.read(_LARGEST_PAGE).decode("utf-8", "replace")
+                text = _body(answer).decode("utf-8", "replace")
                 if answer.length:
                     raise PageError("its answer is cut off")
             readings = parse_page(text, time.monotonic())

@@ -3,6 +3,7 @@ from __future__ import annotations
 import fcntl
 import http.server
 import io
+import itertools
 import json
 import os
 import pty
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import pytest
@@ -336,6 +338,15 @@ def test_an_answer_that_is_not_a_metrics_page_is_shown_as_a_line(
     assert said in error
     assert error.count("\n") == 1
     assert error.rstrip("\n").isprintable()
+
+
+def test_an_answer_that_comes_too_slowly_ends_the_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=itertools.count(0.0, 6.0).__next__)
+    monkeypatch.setattr("kvoffload.cli.top.time", clock)
+    with answering(b"HTTP/1.0 200 OK\r\n\r\nother 1\n") as address:
+        server = Server(page_url(address))
+        server.scrape()
+    assert server.problem == "its answer takes longer than 5 s"
 
 
 # -- --once ---------------------------------------------------------------------------------------------------------
