@@ -99,6 +99,7 @@ def start_scheduler(
         _report_every(config.store_policy),
         tier_events,
         identification,
+        vllm_config.parallel_config.pipeline_parallel_size,
     )
     offload.bus.count(StorePolicyMoved, lambda event: scheduler.set_report_every(_report_every(event.policy)))
 

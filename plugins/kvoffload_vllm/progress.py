@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, compress, repeat
+from itertools import chain, compress, islice, repeat
 from operator import add
 from typing import TYPE_CHECKING
 
@@ -118,7 +118,8 @@ class ProgressReports:
 
     A request that computes several tokens in a step is checked in the next step that schedules the request. All
     scheduled requests are checked in every step whose number is a multiple of `every`. If there are many, the later ones
-    are checked in the steps after it.
+    are checked in the steps after it. With pipeline parallelism, vLLM schedules a decoding request only once in as many
+    steps as there are stages, so each of so many steps adds the requests that it schedules.
 
     Args:
         shape: the description of the engine that the core uses.
@@ -129,6 +130,7 @@ class ProgressReports:
         every: the number of steps between two reports of decoding requests, a power of two. If requests fill a block
             in fewer steps, they are reported more often, so that a block is reported before it leaves a sliding window.
         tier_events: makes vLLM's KV cache events; None if vLLM publishes none.
+        stages: the number of pipeline stages.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class ProgressReports:
         tracked: Mapping[str, Tracked],
         every: int,
         tier_events: TierEvents | None,
+        stages: int = 1,
     ) -> None:
         self._groups = groups
         self._keys = keys
@@ -148,10 +151,11 @@ class ProgressReports:
         self._tier_events = tier_events
         self._least_block = min(group.block_tokens for group in shape.groups)
         self._scarce = 2 * shape.turnover_blocks
+        self._stages = stages
         self.set_every(every)
         self.steps = 0
-        self._due: list[str] = []
-        """The requests that were scheduled in the last step whose number is a multiple of `every`, and not checked since."""
+        self._due: dict[str, int] = {}
+        """The requests that wait for their regular check, those that wait longest first. Only the keys count."""
         self._part = _LEAST_PART
         """How many of them to check in a step."""
         self._soon: dict[str, int] = {}
@@ -182,6 +186,7 @@ class ProgressReports:
 
     def forget(self, name: str) -> _Table:
         """Forget the block table of a request that vLLM preempts or ends. Return the unreported blocks."""
+        self._due.pop(name, None)
         self._soon.pop(name, None)
         return self._late.pop(name, ())
 
@@ -204,12 +209,15 @@ class ProgressReports:
                 late[name] = tuple(map(add, late[name], table)) if name in late else table
                 reallocated += chain.from_iterable(table)
         looks = self._take_soon(scheduled) if self._soon else []
-        if self.steps % self._every == 0:
-            self._due = [*scheduled]
-            self._part = max(_LEAST_PART, -(-len(scheduled) // self._every))
-        if self._due:
-            looks += self._due[: self._part]
-            del self._due[: self._part]
+        due = self._due
+        if self.steps % self._every < self._stages:
+            due |= scheduled
+            self._part = max(_LEAST_PART, -(-len(due) * self._stages // self._every))
+        if due:
+            part = [*islice(filter(scheduled.__contains__, due), self._part)]
+            for name in part:
+                del due[name]
+            looks += part
         if late and self._device.free_blocks() < self._scarce:
             looks += late
         if output.total_num_scheduled_tokens > len(scheduled):

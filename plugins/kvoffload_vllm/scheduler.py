@@ -50,6 +50,7 @@ class VllmScheduler:
         report_every: the number of steps between two progress reports of decoding requests.
         tier_events: makes vLLM's KV cache events; None if vLLM publishes none.
         identification: determines the KV identity; None without a tier below the host.
+        stages: the number of pipeline stages.
     """
 
     _changes: Changes | None = None  # a connector on a worker has no metrics of its own
@@ -64,6 +65,7 @@ class VllmScheduler:
         report_every: int = 1,
         tier_events: TierEvents | None = None,
         identification: Identification | None = None,
+        stages: int = 1,
     ) -> None:
         self.offload = offload
         self._device = device
@@ -85,7 +87,7 @@ class VllmScheduler:
         self._hints = HintReader()
         self._tracked: dict[str, Tracked] = {}
         self._progress = ProgressReports(
-            groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events
+            groups.shape, groups.ids, self._keys, device, self._tracked, report_every, tier_events, stages
         )
 
     def set_report_every(self, steps: int) -> None:

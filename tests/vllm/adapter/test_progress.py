@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
@@ -19,13 +21,16 @@ EVERY = 4
 
 
 class Engine:
-    def __init__(self, every: int = EVERY, free: int = 1000) -> None:
+    def __init__(self, every: int = EVERY, free: int = 1000, stages: int = 1) -> None:
         shape = EngineShape((GroupSpec(GroupId(0), AttentionKind.FULL, BLOCK),), 1, 1000, step_tokens=64)
         self.free, self.last = free, 0
         self.requests: dict[str, Tracked] = {}
         self.tables: dict[str, int] = {}
+        self.grown: dict[str, list[int]] = {}
+        """The blocks that the last step allocated."""
         device: Any = SimpleNamespace(free_blocks=lambda: self.free)
-        self.reports = ProgressReports(shape, (0,), KeyMaker([1], [0]), device, self.requests, every, None)
+        keys = KeyMaker([1], [0])
+        self.reports = ProgressReports(shape, (0,), keys, device, self.requests, every, None, stages)
 
     def add(self, name: str, prompt: int) -> Tracked:
         """Add a request, with device blocks for its whole prompt."""
@@ -37,22 +42,29 @@ class Engine:
         self.reports.allocated(tracked, 0)
         return tracked
 
-    def step(self, tokens: Mapping[str, int]) -> tuple[dict[Any, Any], list[Any]]:
+    def step(
+        self, tokens: Mapping[str, int], resumed: Set[str] = frozenset(), states: Sequence[str] = ()
+    ) -> tuple[dict[Any, Any], list[Any]]:
         """Return each reported request's confirmed tokens and new blocks, and the step's reallocated blocks."""
         new_blocks: list[Any] = []
+        self.grown = {}
         for name, count in tokens.items():
             wanted = -(-(self.requests[name].request.num_computed_tokens + count) // BLOCK)
             more = range(self.last + 1, self.last + 1 + wanted - self.tables[name])
             self.last += len(more)
             self.tables[name] += len(more)
-            new_blocks.append((list(more),) if more else None)
-        cached = SimpleNamespace(req_ids=list(tokens), new_block_ids=new_blocks, resumed_req_ids=set())
+            self.grown[name] = list(more)
+            # For a resumed request, vLLM passes the whole table.
+            new_blocks.append(([0],) if name in resumed else (list(more),) if more else None)
+        cached = SimpleNamespace(req_ids=list(tokens), new_block_ids=new_blocks, resumed_req_ids=resumed)
         output: Any = SimpleNamespace(
             num_scheduled_tokens=dict(tokens),
             scheduled_cached_reqs=cached,
             total_num_scheduled_tokens=sum(tokens.values()),
         )
-        progress, reallocated = self.reports.step(output, ())
+        complete: Any = [SimpleNamespace(request=name) for name in states]
+        progress, reallocated = self.reports.step(output, complete)
+        assert len({each.request for each in progress}) == len(progress)
         for name, count in tokens.items():
             request = self.requests[name].request
             request.num_computed_tokens += count
@@ -106,6 +118,73 @@ def test_progress_of_a_large_batch_is_reported_in_parts(running: int, parts: lis
     assert [len(report) for report in reports] == parts
     reported = [block for report in reports for _, blocks in report.values() for block in blocks]
     assert reported == new_blocks
+
+
+ACTION = st.sampled_from(["preempt", "end", "skip", "complete", "full", "every 1", "every 2", "every 8"])
+DEED = st.tuples(st.none() | ACTION, st.integers(0, 99), st.sampled_from([1, 1, 1, 3]))
+
+
+@given(
+    st.sampled_from([1, 2, 40, 100]),
+    st.sampled_from([1, 4, 16]),
+    st.integers(1, 3),
+    st.booleans(),
+    st.lists(DEED, min_size=30, max_size=50),
+)
+def test_property_r7_each_block_is_reported_once_in_order_and_soon(
+    running: int, every: int, stages: int, is_async: bool, deeds: list[tuple[str | None, int, int]]
+) -> None:
+    """With pipeline parallelism, a request takes part in every second step, or third."""
+    engine = Engine(every, stages=stages)
+    names = [f"r{number}" for number in range(running)]
+    unreported: dict[str, list[int]] = {name: [] for name in names}
+    late_since: dict[str, int | None] = dict.fromkeys(names)
+    reported = dict.fromkeys(names, 0)
+    for name in names:
+        engine.add(name, BLOCK)
+    slowest = min(every, BLOCK)
+    for step, (action, number, tokens) in enumerate(deeds):
+        some, resumed = names[number % running], set[str]()
+        scheduled = {each: 1 for at, each in enumerate(names) if (at + step) % stages == 0}
+        if some in scheduled:
+            scheduled[some] = tokens
+        if action in ("preempt", "end"):
+            ((*left,),) = engine.reports.forget(some) or ((),)
+            assert left == unreported[some]
+            had = engine.requests[some].request.num_computed_tokens if action == "preempt" else 0
+            engine.add(some, had + BLOCK)
+            unreported[some], late_since[some], reported[some] = [], None, 0
+            resumed = {some} & scheduled.keys()
+        elif action == "skip":
+            scheduled.pop(some, None)
+            late_since[some] = None
+        elif action is not None and action.startswith("every"):
+            engine.reports.set_every(int(action[-1]))
+            slowest = max(slowest, int(action[-1]))
+        engine.free = 0 if action == "full" else 1000
+        if is_async:
+            for name in scheduled:
+                engine.requests[name].request.num_output_placeholders = 1
+        states = [some] if action == "complete" and some in scheduled else []
+        confirmed = {
+            name: request.request.num_computed_tokens - request.request.num_output_placeholders
+            for name, request in engine.requests.items()
+        }
+        found, reallocated = engine.step(scheduled, resumed, states)
+        for name, blocks in engine.grown.items():
+            unreported[name] += blocks
+            assert {*blocks} <= {*found.get(name, (0, []))[1], *reallocated}
+        for name, (tokens_so_far, blocks) in found.items():
+            assert (tokens_so_far, blocks) == (confirmed[name], unreported[name])
+            unreported[name], reported[name] = [], tokens_so_far
+        for name in names:
+            is_late = unreported[name] or confirmed[name] // BLOCK > reported[name] // BLOCK
+            if not is_late or name in found:
+                late_since[name] = None
+            elif late_since[name] is None:
+                late_since[name] = step
+            assert step - (late_since[name] or step) <= 2 * max(slowest, stages)
+        assert action != "full" or not any(unreported[name] for name in scheduled)
 
 
 def changed_to_every_step() -> Engine:
