@@ -18,6 +18,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import BinaryIO
@@ -67,7 +68,8 @@ class Journal:
     ) -> None:
         self._hook = hook
         self._ring: deque[Batch] = deque(maxlen=ring_size)
-        self._young: list[Batch] = []  # the batches that are not in the ring yet
+        # The batches that are not in the ring yet. If nothing moves them, the oldest are dropped.
+        self._young: deque[Batch] = deque(maxlen=16 * ring_size)
         self._is_large = False  # whether one of them has a part of a tier's index
         head = _head(provenance, hook.unix(hook.now)) if provenance else ""
         self._file = JournalFile(path, max_bytes, head) if path is not None else None
@@ -134,9 +136,10 @@ class Journal:
     def _move(self, count: int) -> None:
         """Move the oldest batches to the ring."""
         young = self._young
-        moved = young[:count]
+        moved = [*islice(young, count)]
         _extend(self._ring, map(_without_index, moved) if self._is_large else moved)
-        del young[:count]
+        for _ in moved:
+            young.popleft()
         self._is_large = self._is_large and bool(young)
 
     def _entries(self, batches: Iterable[Batch]) -> list[Entry]:
@@ -155,14 +158,18 @@ def _without_index(batch: Batch) -> Batch:
 
 
 def _extend(ring: deque[Batch], batches: Iterable[Batch]) -> None:
-    """Append batches. Of consecutive idle steps, keep only the last, so that other batches stay in the ring longer."""
-    was_idle = False
-    for batch in [ring.pop(), *batches] if ring else batches:
-        first = batch.messages[0]
-        is_idle = type(first) is StepScheduled and len(batch.messages) == 1 and first.is_idle
+    """Append batches. Of consecutive idle steps, keep only the last, so that other batches stay in the ring longer.
+
+    At no moment does the ring lack a batch that it had, because `tail` may copy the ring on another thread.
+    """
+    newest, was_idle = ring[-1] if ring else None, False
+    for batch in batches if newest is None else [newest, *batches]:
+        messages = batch.messages
+        is_idle = len(messages) == 1 and type(messages[0]) is StepScheduled and messages[0].is_idle
         if is_idle and was_idle:
-            ring.pop()
-        ring.append(batch)
+            ring[-1] = batch
+        elif batch is not newest:
+            ring.append(batch)
         was_idle = is_idle
 
 

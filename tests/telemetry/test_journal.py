@@ -111,6 +111,37 @@ def test_lines_have_the_sizes_of_collections_but_no_content(fact: object, fields
     assert journal.tail(9) == [f'{{"seq":1,"t":0.5,"event":"{type(fact).__name__}",{fields}}}']
 
 
+def test_a_reader_misses_no_line_while_batches_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may read at any moment, such as while the journal looks whether a step was idle."""
+    bus = Bus(Ticks())
+    journal = journal_of(bus)
+    found = list[list[int]]()
+
+    def is_idle(_: StepScheduled) -> bool:
+        monkeypatch.setattr(StepScheduled, "is_idle", False)
+        found.append([json.loads(line)["step"] for line in journal.tail(9)])
+        monkeypatch.setattr(StepScheduled, "is_idle", property(is_idle))
+        return False
+
+    bus.publish(StepScheduled(0))
+    bus.tick()
+    for step in range(1, 4):
+        bus.publish(StepScheduled(step))
+    monkeypatch.setattr(StepScheduled, "is_idle", property(is_idle))
+    bus.tick()
+    assert found == [[0, 1, 2, 3]] * 4
+
+
+def test_batches_that_nothing_moves_to_the_ring_are_bounded() -> None:
+    """An engine without steps has no ticks, and a journal that raised is not called any more."""
+    bus = Bus(Ticks())
+    journal = journal_of(bus, ring_size=2)
+    for number in range(100):
+        bus.publish(BlocksOffered(number))
+    assert len(journal._young) == 32
+    assert [json.loads(line)["blocks"] for line in journal.tail(9)] == [98, 99]
+
+
 def test_at_most_one_part_of_the_disks_index_is_kept() -> None:
     bus = Bus(Ticks())
     journal = journal_of(bus)
