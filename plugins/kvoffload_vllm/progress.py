@@ -212,7 +212,7 @@ class ProgressReports:
         due = self._due
         if self.steps % self._every < self._stages:
             due |= scheduled
-            self._part = max(_LEAST_PART, -(-len(due) * self._stages // self._every))
+            self._part = max(_LEAST_PART, -(-len(due) // self._every))
         if due:
             part = [*islice(filter(scheduled.__contains__, due), self._part)]
             for name in part:

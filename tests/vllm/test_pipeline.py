@@ -121,6 +121,7 @@ def test_each_rank_stores_the_layers_of_its_stage(ranks: Ranks) -> None:
     found = ranks.ask_each(pages_of_a_block)
     assert found == [pages for pages in shape.pages for _ in range(shape.ranks)]
     assert ranks.rig.side.core.state.shape.ranks == len(found)
+    assert ranks.rig.connector._progress._stages == len(shape.layers)
 
 
 @pytest.mark.parametrize("scene", [reloaded, preempted, aborted], ids=lambda scene: scene.__name__)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId
+from kvoffload_vllm import progress
 from kvoffload_vllm.progress import KeyMaker, ProgressReports, Tracked
 from tests.vllm.adapter.stand_ins import on_vllm
 
@@ -63,15 +66,15 @@ class Engine:
             total_num_scheduled_tokens=sum(tokens.values()),
         )
         complete: Any = [SimpleNamespace(request=name) for name in states]
-        progress, reallocated = self.reports.step(output, complete)
-        assert len({each.request for each in progress}) == len(progress)
+        reports, reallocated = self.reports.step(output, complete)
+        assert len({each.request for each in reports}) == len(reports)
         for name, count in tokens.items():
             request = self.requests[name].request
             request.num_computed_tokens += count
             request.block_hashes = [b"hash"] * (request.num_computed_tokens // BLOCK)
         found = {
             each.request: (each.confirmed_tokens, [*each.new_blocks[0]] if each.new_blocks else [])
-            for each in progress
+            for each in reports
         }
         return found, reallocated
 
@@ -120,71 +123,99 @@ def test_progress_of_a_large_batch_is_reported_in_parts(running: int, parts: lis
     assert reported == new_blocks
 
 
-ACTION = st.sampled_from(["preempt", "end", "skip", "complete", "full", "every 1", "every 2", "every 8"])
-DEED = st.tuples(st.none() | ACTION, st.integers(0, 99), st.sampled_from([1, 1, 1, 3]))
+class Reports(RuleBasedStateMachine):
+    """Each new block is reported once, in order and in time, or by the end of its request.
 
+    With pipeline parallelism, vLLM schedules a request only in every second step, or third.
+    """
 
-@given(
-    st.sampled_from([1, 2, 40, 100]),
-    st.sampled_from([1, 4, 16]),
-    st.integers(1, 3),
-    st.booleans(),
-    st.lists(DEED, min_size=30, max_size=50),
-)
-def test_property_r7_each_block_is_reported_once_in_order_and_soon(
-    running: int, every: int, stages: int, is_async: bool, deeds: list[tuple[str | None, int, int]]
-) -> None:
-    """With pipeline parallelism, a request takes part in every second step, or third."""
-    engine = Engine(every, stages=stages)
-    names = [f"r{number}" for number in range(running)]
-    unreported: dict[str, list[int]] = {name: [] for name in names}
-    late_since: dict[str, int | None] = dict.fromkeys(names)
-    reported = dict.fromkeys(names, 0)
-    for name in names:
-        engine.add(name, BLOCK)
-    slowest = min(every, BLOCK)
-    for step, (action, number, tokens) in enumerate(deeds):
-        some, resumed = names[number % running], set[str]()
-        scheduled = {each: 1 for at, each in enumerate(names) if (at + step) % stages == 0}
-        if some in scheduled:
-            scheduled[some] = tokens
-        if action in ("preempt", "end"):
-            ((*left,),) = engine.reports.forget(some) or ((),)
-            assert left == unreported[some]
-            had = engine.requests[some].request.num_computed_tokens if action == "preempt" else 0
-            engine.add(some, had + BLOCK)
-            unreported[some], late_since[some], reported[some] = [], None, 0
-            resumed = {some} & scheduled.keys()
-        elif action == "skip":
-            scheduled.pop(some, None)
-            late_since[some] = None
-        elif action is not None and action.startswith("every"):
-            engine.reports.set_every(int(action[-1]))
-            slowest = max(slowest, int(action[-1]))
-        engine.free = 0 if action == "full" else 1000
-        if is_async:
-            for name in scheduled:
-                engine.requests[name].request.num_output_placeholders = 1
-        states = [some] if action == "complete" and some in scheduled else []
-        confirmed = {
-            name: request.request.num_computed_tokens - request.request.num_output_placeholders
-            for name, request in engine.requests.items()
-        }
-        found, reallocated = engine.step(scheduled, resumed, states)
+    def __init__(self) -> None:
+        super().__init__()
+        self.small_parts = patch.object(progress, "_LEAST_PART", 2)
+        self.small_parts.start()
+
+    def teardown(self) -> None:
+        self.small_parts.stop()
+
+    @initialize(
+        running=st.sampled_from([1, 2, 10, 40]),
+        every=st.sampled_from([1, 4, 16]),
+        stages=st.integers(1, 3),
+        unconfirmed=st.integers(0, 1),
+    )
+    def start(self, running: int, every: int, stages: int, unconfirmed: int) -> None:
+        self.engine = Engine(every, stages=stages)
+        self.stages, self.unconfirmed, self.now = stages, unconfirmed, 0
+        self.slowest = max(min(every, BLOCK), stages)
+        self.names = [f"r{number}" for number in range(running)]
+        self.resumed: set[str] = set()
+        self.unreported: dict[str, list[int]] = {}
+        self.reported: dict[str, int] = {}
+        self.done_at: dict[str, int] = {}
+        """The last step in which each request had nothing left to report, or did not take part in its turn."""
+        for name in self.names:
+            self._begin(name, BLOCK)
+
+    def _begin(self, name: str, prompt: int) -> None:
+        self.engine.add(name, prompt)
+        self.unreported[name], self.reported[name], self.done_at[name] = [], 0, self.now
+
+    @rule(number=st.integers(0, 39), is_preempted=st.booleans())
+    def preempt_or_end(self, number: int, is_preempted: bool) -> None:
+        """The request runs again, or another one with its name begins."""
+        name = self.names[number % len(self.names)]
+        assert [*chain(*self.engine.reports.forget(name))] == self.unreported[name]
+        had = self.engine.requests[name].request.num_computed_tokens
+        self.resumed |= {name} if is_preempted else set()
+        self._begin(name, had + BLOCK if is_preempted else BLOCK)
+
+    @rule(every=st.sampled_from([1, 2, 8]))
+    def set_every(self, every: int) -> None:
+        self.engine.reports.set_every(every)
+        self.slowest = max(self.slowest, every)
+
+    @rule(
+        count=st.integers(1, 20),
+        number=st.integers(0, 39),
+        tokens=st.sampled_from([0, 1, 3]),
+        is_state=st.booleans(),
+        free=st.sampled_from([0, 1000, 1000]),
+    )
+    def steps(self, count: int, number: int, tokens: int, is_state: bool, free: int) -> None:
+        """One request computes several tokens, or is not scheduled."""
+        some, self.engine.free = self.names[number % len(self.names)], free
+        for _ in range(count):
+            scheduled = dict.fromkeys(self.names[self.now % self.stages :: self.stages], 1)
+            if some in scheduled:
+                scheduled[some] = tokens
+            if not scheduled.get(some, 1):
+                del scheduled[some]
+                self.done_at[some] = self.now
+            self._step(scheduled, [some] if is_state and some in scheduled else [])
+            assert free or not any(self.unreported[name] for name in scheduled)
+
+    def _step(self, scheduled: dict[str, int], states: list[str]) -> None:
+        engine, self.now = self.engine, self.now + 1
+        confirmed = dict[str, int]()
+        for name in self.names:
+            request = engine.requests[name].request
+            request.num_output_placeholders = min(self.unconfirmed, request.num_computed_tokens)
+            confirmed[name] = request.num_computed_tokens - request.num_output_placeholders
+        found, reallocated = engine.step(scheduled, self.resumed & scheduled.keys(), states)
+        self.resumed -= scheduled.keys()
         for name, blocks in engine.grown.items():
-            unreported[name] += blocks
+            self.unreported[name] += blocks
             assert {*blocks} <= {*found.get(name, (0, []))[1], *reallocated}
-        for name, (tokens_so_far, blocks) in found.items():
-            assert (tokens_so_far, blocks) == (confirmed[name], unreported[name])
-            unreported[name], reported[name] = [], tokens_so_far
-        for name in names:
-            is_late = unreported[name] or confirmed[name] // BLOCK > reported[name] // BLOCK
-            if not is_late or name in found:
-                late_since[name] = None
-            elif late_since[name] is None:
-                late_since[name] = step
-            assert step - (late_since[name] or step) <= 2 * max(slowest, stages)
-        assert action != "full" or not any(unreported[name] for name in scheduled)
+        for name, report in found.items():
+            assert report == (confirmed[name], self.unreported[name])
+            self.unreported[name], self.reported[name] = [], confirmed[name]
+        for name in self.names:
+            if not self.unreported[name] and confirmed[name] // BLOCK == self.reported[name] // BLOCK:
+                self.done_at[name] = self.now
+            assert self.now - self.done_at[name] <= 2 * self.slowest
+
+
+TestReports = Reports.TestCase
 
 
 def changed_to_every_step() -> Engine:
