@@ -179,7 +179,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True):
     tier_key_file: Annotated[File | None, _key("secret key that authenticates the lower tiers' blocks")] = (
         None
     )
-    journal_path: Annotated[File | None, _key("file of the journal", unset="the last events, in memory")] = None
+    journal_path: Annotated[File | None, _key("file of the journal", unset="the last events, in memory")] = (
+        None
+    )
     journal_max_bytes: Annotated[Bytes, _key("size limit of the journal and its rotated file, NAME.1")] = (
         2**30
     )
