@@ -3,9 +3,8 @@
 The progress of a prefill is reported in the next step. A decoding batch completes only a few blocks in each step, and
 each report leads to a store job. So the progress of a decoding request is reported only every 16th step, and one job
 stores the new blocks of many requests. A large batch is reported in parts, in consecutive steps, so that no hook takes
-long. With lazy stores, progress is reported in every step. Newly allocated blocks are reported in the
-same step (R7, R10). All progress is reported immediately while the device has so few free blocks that vLLM may preempt
-requests.
+long. With lazy stores, progress is reported in every step. Newly allocated blocks are reported in the same step (R7,
+R10). All progress is reported immediately while the device has so few free blocks that vLLM may preempt requests.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class ProgressReports:
     A request that computes several tokens in a step is checked in the next step that schedules the request. All
     scheduled requests are checked in every step whose number is a multiple of `every`. If there are many, the later ones
     are checked in the steps after it. With pipeline parallelism, vLLM schedules a decoding request only once in as many
-    steps as there are stages, so each of so many steps adds the requests that it schedules.
+    steps as there are stages, so as many steps, from that one on, add the requests that they schedule.
 
     Args:
         shape: the description of the engine that the core uses.
