@@ -234,7 +234,7 @@ class ProgressReports:
             name
             for name, tokens in self._soon.items()
             if name in scheduled
-            and (tokens >= self._least_block or self.steps % self._reports_every(tokens) == 0)
+            and (tokens >= self._least_block or self.steps % self._reports_every(tokens) < self._stages)
         ]
         for name in found:
             del self._soon[name]
