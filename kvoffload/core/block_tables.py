@@ -12,26 +12,27 @@ the table of a recurrent group contains only the states that the engine handed o
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import count, repeat
+from itertools import chain, count, repeat
 
 from kvoffload.core.request import RequestRecord
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import NULL_BLOCK, DeviceBlockId
 
-TableEntry = tuple[RequestRecord, int, int]
-"""A request, a group's number, and a position in the request's table of that group."""
+TableEntry = tuple[list[DeviceBlockId], int]
+"""The table of a request in one group, and a position in it."""
 
 
 class BlockTables:
     """Keeps requests' block tables and the reverse index. The only writer of `RequestRecord.table`."""
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
-        self._recycles = [group.recycles_blocks for group in groups]
-        self._some_recycle = any(self._recycles)
-        self._recurrent = [group.kind is AttentionKind.RECURRENT for group in groups]
+        recurrent = AttentionKind.RECURRENT
+        self._recycling = [number for number, group in enumerate(groups) if group.recycles_blocks]
+        self._windows = [number for number in self._recycling if groups[number].kind is not recurrent]
+        self._attention = [number for number, group in enumerate(groups) if group.kind is not recurrent]
         self.entries: dict[DeviceBlockId, TableEntry] = {}
         """Maps each block of a block-recycling group to the table entry that names it, if exactly one entry does."""
-        self.shared: dict[DeviceBlockId, set[TableEntry]] = {}
+        self.shared: dict[DeviceBlockId, list[TableEntry]] = {}
         """Maps each block that several entries name to these entries. A block is never in both dicts."""
 
     def reallocated(self, blocks: Iterable[DeviceBlockId]) -> int:
@@ -40,16 +41,15 @@ class BlockTables:
         stale = [self.entries.pop(block) for block in self.entries.keys() & blocks]
         for block in self.shared.keys() & blocks:
             stale += self.shared.pop(block)
-        for record, group, position in stale:
-            assert record.table is not None, record
-            record.table[group][position] = NULL_BLOCK
+        for row, position in stale:
+            row[position] = NULL_BLOCK
         return len(stale)
 
     def allocated(self, record: RequestRecord, tables: Sequence[Sequence[DeviceBlockId]]) -> None:
         """Set a request's table to the blocks that the engine allocated. Call `reallocated` first."""
         if record.table is not None and (self.entries or self.shared):
             self.forget(record)
-        if not self._some_recycle:
+        if not self._recycling:
             record.table = list(map(list, tables))
             return
         record.table = [[] for _ in tables]
@@ -57,19 +57,16 @@ class BlockTables:
 
     def extended(self, record: RequestRecord, new_blocks: Sequence[Sequence[DeviceBlockId]]) -> None:
         """Append the blocks that the engine added to a request's table. Call `reallocated` first."""
-        assert record.table is not None, record
-        if not self._some_recycle:
-            for row, more in zip(record.table, new_blocks, strict=False):
-                row += more
-            return
-        named = dict[DeviceBlockId, TableEntry]()
-        for group, (row, more) in enumerate(zip(record.table, new_blocks, strict=False)):
-            if self._recycles[group] and not self._recurrent[group]:
-                named.update(zip(more, zip(repeat(record), repeat(group), count(len(row))), strict=False))
-            if not self._recurrent[group]:
-                row += more
-        if named:
+        table = record.table
+        assert table is not None, record
+        if self._windows:
+            named = dict[DeviceBlockId, TableEntry]()
+            for group in self._windows:
+                row = table[group]
+                named.update(zip(new_blocks[group], zip(repeat(row), count(len(row))), strict=False))
             self._name(named)
+        for group in self._attention:
+            table[group] += new_blocks[group]
 
     def put(self, record: RequestRecord, group: int, position: int, block: DeviceBlockId) -> None:
         """Write the block of a handed-off recurrent state to its request's table. Call `reallocated` first."""
@@ -77,26 +74,25 @@ class BlockTables:
         row = record.table[group]
         row += [NULL_BLOCK] * (position + 1 - len(row))
         if row[position] != NULL_BLOCK:
-            self._drop((record, group, position), row[position])
+            self._drop(row, position)
         row[position] = block
-        self._name({block: (record, group, position)})
+        self._name({block: (row, position)})
 
     def forget(self, record: RequestRecord) -> None:
         """Remove a request's table after the engine has freed the request's blocks."""
         table, record.table = record.table, None
         if table is None or not (self.entries or self.shared):
             return
-        recycling = [(group, row) for group, row in enumerate(table) if self._recycles[group]]
+        rows = [table[group] for group in self._recycling]
         if not self.shared:  # Each of the record's blocks has a single table entry.
             entries = self.entries
-            for _, row in recycling:
-                for block in row:
-                    entries.pop(block, None)
+            for block in chain.from_iterable(rows):
+                entries.pop(block, None)
             return
-        for group, row in recycling:
+        for row in rows:
             for position, block in enumerate(row):
                 if block != NULL_BLOCK:
-                    self._drop((record, group, position), block)
+                    self._drop(row, position)
 
     def _name(self, named: dict[DeviceBlockId, TableEntry]) -> None:
         """Add entries to the reverse index, ignoring the null block."""
@@ -106,17 +102,19 @@ class BlockTables:
             return
         for block, entry in named.items():
             if block in self.shared:
-                self.shared[block].add(entry)
+                self.shared[block].append(entry)
             elif block in self.entries:
-                self.shared[block] = {self.entries.pop(block), entry}
+                self.shared[block] = [self.entries.pop(block), entry]
             else:
                 self.entries[block] = entry
 
-    def _drop(self, entry: TableEntry, block: DeviceBlockId) -> None:
+    def _drop(self, row: list[DeviceBlockId], position: int) -> None:
+        """Remove the entry at a position of a table from the reverse index."""
+        block = row[position]
         named = self.shared.get(block)
         if named is None:
             self.entries.pop(block, None)
             return
-        named.discard(entry)
+        named[:] = [entry for entry in named if entry[0] is not row or entry[1] != position]
         if not named:
             del self.shared[block]

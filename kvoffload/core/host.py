@@ -148,7 +148,6 @@ class HostState:
         pool.adopt(fact.slots, blocks, (*fact.free, *twice))
         if pool.for_catalog is not None:
             pool.for_catalog += twice
-        self.misses.arrived(blocks.values())
         if blocks:
             self.tally.events.append(events.BlocksAdopted(len(blocks)))
         if fact.slots > before:

@@ -83,7 +83,7 @@ class KeyIndex(Mapping[BlockKey, SlotId]):
     def expect(self, count: int) -> None:
         """Split the parts for `count` expected keys.
 
-        Splitting early is cheap. Parts that fill evenly would otherwise all be split at about the same time.
+        Splitting empty parts is cheap. Parts that fill evenly would otherwise all be split at about the same time.
         """
         width, parts = _BYTES, self.parts
         while width > 1 and count > _MOST * _BYTES // width:

@@ -7,6 +7,7 @@ the state can be copied and compared, so tests can explore it. Each class of fac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from kvoffload.core.audit import audit
@@ -284,10 +285,8 @@ class OffloadCore:
         state, advanced = self.state, list[RequestRecord]()
         if state.tables.entries or state.tables.shared:
             # Zero stale entries before adding new ones, because `reallocated` would zero the new ones, too.
-            grown = [
-                block for progress in fact.progress for blocks in progress.new_blocks for block in blocks
-            ]
-            state.tally.zeroed(state.tables.reallocated([*fact.reallocated, *grown]))
+            grown = chain.from_iterable([progress.new_blocks for progress in fact.progress])
+            state.tally.zeroed(state.tables.reallocated(chain(fact.reallocated, *grown)))
         if state.epoch:
             self._separate_grown(fact)
         for request, confirmed_tokens, new_blocks, new_keys in fact.progress:

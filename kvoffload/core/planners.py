@@ -372,7 +372,7 @@ def _lacks_some(record: RequestRecord, blocks: Sequence[DeviceBlockId], first: i
 
 def _interleaved(columns: Sequence[list[T]], first: int, end: int) -> list[T]:
     """Return the items of all columns from `first` to `end`: the first of each column, then the second of each."""
-    return list(chain.from_iterable(zip(*[column[first:end] for column in columns], strict=True)))
+    return list(chain.from_iterable(zip(*map(itemgetter(slice(first, end)), columns), strict=True)))
 
 
 def _by_group(state: CoreState, record: RequestRecord) -> Offer | None:

@@ -141,6 +141,8 @@ class SlotPool:
         self._states.extend(bytes(more))
         self._keys.extend([None] * more)
         self.order.grow(len(self._states))
+        if not self.fills:
+            self.index.expect(len(self._states))
         if self.sessions:
             self.sessions.extend(bytes(more))
         if self.for_catalog is not None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain, compress, islice
-from operator import not_
+from itertools import chain, compress, islice, repeat
+from operator import is_not, not_
 
 from kvoffload.core.eviction_watch import EvictionWatch
 from kvoffload.core.jobs import Failure, Offer, Store, blocks_of, joined, keys_of, owner, singles, some
@@ -200,11 +200,13 @@ class Stores:
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
         """Decline offers of blocks that the engine did not hash; return the rest, with their blocks' keys."""
-        copied = self._state.leases.counts
-        is_hashed = [
-            holds is not None or block == NULL_BLOCK or block in copied
-            for block, holds in zip(blocks_of(offers), held, strict=True)
-        ]
+        blocks, copied = blocks_of(offers), self._state.leases.counts
+        is_hashed = list(map(is_not, held, repeat(None)))
+        if NULL_BLOCK in blocks or not copied.keys().isdisjoint(blocks):
+            is_hashed = [
+                hashed or block == NULL_BLOCK or block in copied
+                for hashed, block in zip(is_hashed, blocks, strict=True)
+            ]
         unhashed = list(compress(keys_of(offers), map(not_, is_hashed)))
         if unhashed:
             self._state.tally.count_stores(StoreOutcome.NOT_HASHED, len(unhashed))
@@ -369,7 +371,6 @@ class Stores:
             state.pool.private.update(compress(job.slots, map(not_, lasts)))
             lasting = list(compress(keys, lasts))
         state.pool.fill(job.slots[::-1])
-        state.misses.arrived(keys)
         for tier in state.tiers:
             if tier.takes_all:
                 tier.reuse(lasting[::-1])

@@ -103,45 +103,38 @@ class Tally:
 class MissMemory:
     """Records why keys are not on the host.
 
-    Up to `bound` keys are recorded that left the host or never reached it, and all keys that the last reset dropped.
+    These are the last `bound` keys, roughly, that left the host or did not reach it, and all keys that the last reset
+    dropped. A key may be on the host again: once it leaves, a new cause replaces the old one.
 
     The first byte of a key selects one of several dicts. A single `OrderedDict` with many insertions and deletions
     would be rebuilt now and then, which takes 10 ms for 65,536 keys.
     """
 
     def __init__(self, bound: int = 65_536) -> None:
-        self._parts = _PARTS if bound >= _PARTS * _LEAST_PART else 1
-        self._bound = bound // self._parts
-        self._causes: dict[int, OrderedDict[BlockKey, MissCause]] = {}
+        parts = _PARTS if bound >= _PARTS * _LEAST_PART else 1
+        self._bound = bound // parts
+        self._causes = [OrderedDict[BlockKey, MissCause]() for _ in range(parts)]
         self._before_reset: Mapping[BlockKey, object] = {}
 
     def note(self, keys: Iterable[BlockKey], cause: MissCause) -> None:
         """Record why keys are not on the host."""
-        causes, parts, bound = self._causes, self._parts, self._bound
+        causes, parts, bound = self._causes, len(self._causes), self._bound
         for key in keys:
-            part = causes.get(key[0] % parts)
-            if part is None:
-                part = causes[key[0] % parts] = OrderedDict()
+            part = causes[key[0] % parts]
             part[key] = cause
             part.move_to_end(key)
             if len(part) > bound:
                 part.popitem(last=False)
 
-    def arrived(self, keys: Iterable[BlockKey]) -> None:
-        """Forget the causes of keys that are now on the host."""
-        causes, parts = self._causes, self._parts
-        for key in keys if causes else ():
-            if (part := causes.get(key[0] % parts)) is not None:
-                part.pop(key, None)
-
     def reset(self, dropped: Mapping[BlockKey, object]) -> None:
         """Forget all causes. The cause of the keys that the reset dropped becomes AFTER_RESET."""
-        self._causes.clear()
+        for part in self._causes:
+            part.clear()
         self._before_reset = dropped
 
     def cause(self, key: BlockKey) -> MissCause:
-        """Return why a key is not on the host."""
-        part = self._causes.get(key[0] % self._parts)
-        if part is not None and (known := part.get(key)) is not None:
-            return known
-        return MissCause.AFTER_RESET if key in self._before_reset else MissCause.NEVER_SEEN
+        """Return why a key that is not on the host is missing there."""
+        known = self._causes[key[0] % len(self._causes)].get(key)
+        if known is None:
+            return MissCause.AFTER_RESET if key in self._before_reset else MissCause.NEVER_SEEN
+        return known

@@ -259,7 +259,6 @@ class Fetches(_Copies[Fetch]):
         if keys:
             self._host.settled(self._settle(job, keys, TierOutcome.DONE), job, TierOutcome.DONE)
         self._written.fill(slots[::-1])
-        self._state.misses.arrived(keys)
         self._host.fetched(job, keys, slots)
         if job.wanted:  # A warm start's fetch does not count as a use of the blocks.
             self._tier.read(tier_slots[::-1])
@@ -426,7 +425,6 @@ class TierStore:
         """Let lookups find blocks that the caller has copied. Heads come first."""
         self._state.in_flight.ended(keys)
         self._state.pool.fill(slots[::-1])
-        self._state.misses.arrived(keys)
 
     def discard(self, keys: Sequence[BlockKey], slots: Sequence[SlotId]) -> None:
         """Free the slots of blocks that the caller could not copy."""

@@ -374,7 +374,7 @@ class SchedulerSide:
     @property
     def watches_blocks(self) -> bool:
         """Return whether steps must report all newly allocated blocks, even of requests that report progress later."""
-        return self.faults.ask("watches_blocks", lambda: self.core.watches_blocks, False)
+        return self.faults.error is None and self.core.watches_blocks
 
     @property
     def degraded(self) -> DegradeCause | None:

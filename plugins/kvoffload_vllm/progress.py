@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, compress, islice, repeat
+from itertools import compress, islice, repeat
 from operator import add
 from typing import TYPE_CHECKING
 
@@ -57,8 +57,7 @@ class KeyMaker:
         """Return, for each group, the keys of the blocks whose last hash is in `hashes[first:]`."""
         # A fast path for decoding requests, which usually complete one block at a time.
         if self._has_one_hash_a_block and len(hashes) - first == 1:
-            alone = [(hashes[first] + suffix,) for suffix in self._suffixes]
-            return tuple(alone)  # type: ignore[arg-type]  # `BlockKey()` would cost one call per key
+            return tuple(zip(map(hashes[first].__add__, self._suffixes), strict=True))  # type: ignore[arg-type]  # `BlockKey()` would cost one call per key
         keys: list[tuple[bytes, ...]] = []
         for ratio, suffix in self._groups:
             ends = hashes[first:] if ratio == 1 else hashes[(first // ratio + 1) * ratio - 1 :: ratio]
@@ -155,8 +154,6 @@ class ProgressReports:
         self.steps = 0
         self._due: dict[str, int] = {}
         """The requests that wait for their regular check, those that wait longest first. Only the keys count."""
-        self._part = _LEAST_PART
-        """How many of them to check in a step."""
         self._soon: dict[str, int] = {}
         """The requests that computed several tokens in a step and are not yet checked, with the number of tokens."""
         self._late: dict[str, _Table] = {}
@@ -191,29 +188,31 @@ class ProgressReports:
 
     def step(
         self, output: SchedulerOutput, states: Sequence[facts.StateHandedOff | facts.TailHandedOff]
-    ) -> tuple[tuple[facts.Progress, ...], list[DeviceBlockId]]:
-        """Return the progress to report in this step, and newly allocated blocks.
+    ) -> tuple[tuple[facts.Progress, ...], list[_Table]]:
+        """Return the progress to report in this step, and each request's newly allocated blocks.
 
-        The list of blocks is empty if the progress contains all of them.
+        The list is empty if the progress contains all of these blocks.
         """
         scheduled, cached, late = output.num_scheduled_tokens, output.scheduled_cached_reqs, self._late
         resumed, groups, tables = cached.resumed_req_ids, self._groups, cached.new_block_ids
         self.steps += 1
-        reallocated: list[DeviceBlockId] = []
+        allocated: list[_Table] = []
         # Most requests have no new block, and `compress` skips these requests quickly. For a resumed request, vLLM
         # passes the whole block table, which the core already has from `update_state_after_alloc`.
-        for name, blocks in compress(zip(cached.req_ids, tables, strict=True), tables):
+        for number in compress(range(len(tables)), tables):
+            name, blocks = cached.req_ids[number], tables[number]
             if name not in resumed and name in self._tracked:
-                table: _Table = tuple([tuple(blocks[group]) for group in groups])
+                table: _Table = tuple(map(tuple, map(blocks.__getitem__, groups)))
                 late[name] = tuple(map(add, late[name], table)) if name in late else table
-                reallocated += chain.from_iterable(table)
+                allocated.append(table)
         looks = self._take_soon(scheduled) if self._soon else []
         due = self._due
         if self.steps % self._every < self._stages:
             due |= scheduled
-            self._part = max(_LEAST_PART, -(-len(due) // self._every))
         if due:
-            part = [*islice(filter(scheduled.__contains__, due), self._part)]
+            # As many that all requests of the step are checked before the next turn.
+            most = max(_LEAST_PART, -(-len(scheduled) // max(self._every // self._stages, 1)))
+            part = [*islice(filter(scheduled.__contains__, due), most)]
             for name in part:
                 del due[name]
             looks += part
@@ -223,7 +222,7 @@ class ProgressReports:
             self._soon |= {name: tokens for name, tokens in scheduled.items() if tokens > 1}
         complete = [state.request for state in states]
         progress = self._progress(looks, scheduled, complete) if looks or complete else ()
-        return progress, reallocated if late else []
+        return progress, allocated if late else []
 
     def _take_soon(self, scheduled: Mapping[str, int]) -> list[str]:
         """Return the scheduled requests to check in this step, and remove them from `_soon`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +197,9 @@ class VllmScheduler:
             decoding = list(scheduled.values()).count(1)
             prefill = total - decoding
         progress, late = self._progress.step(output, (*states, *tails) if tails else states)
-        reallocated = (*copied, *late) if late and self.offload.watches_blocks else copied
+        reallocated = copied
+        if late and self.offload.watches_blocks:
+            reallocated = (*copied, *chain.from_iterable(chain.from_iterable(late)))
         fact = facts.StepScheduled(
             self._progress.steps,
             progress,

@@ -225,7 +225,7 @@ def _waiting_for_room(stores: Stores) -> Iterator[str]:
 def _tables(state: CoreState) -> Iterator[str]:
     tables = state.tables
     expected = {
-        (block, (record, group, position))
+        (block, id(row), position): (record, group)
         for record in state.requests.live.values()
         if record.table is not None
         for group, row in enumerate(record.table)
@@ -233,11 +233,11 @@ def _tables(state: CoreState) -> Iterator[str]:
         for position, block in enumerate(row)
         if block != NULL_BLOCK
     }
-    found = {(block, entry) for block, named in tables.shared.items() for entry in named}
-    found.update(tables.entries.items())
-    for block, (record, group, position) in expected ^ found:
-        where = f"block {block} at {record.request}, group {group}, position {position}"
-        yield f"{where}: index and table disagree"
+    named = [(block, entry) for block, entries in tables.shared.items() for entry in entries]
+    found = {(block, id(row), position) for block, (row, position) in (*named, *tables.entries.items())}
+    for block, row, position in expected.keys() ^ found:
+        where = expected.get((block, row, position), "a table that no request has")
+        yield f"block {block} at position {position} of {where}: index and table disagree"
 
 
 def pool_problems(pool: SlotPool) -> Iterator[str]:

@@ -66,7 +66,7 @@ class Engine:
             total_num_scheduled_tokens=sum(tokens.values()),
         )
         complete: Any = [SimpleNamespace(request=name) for name in states]
-        reports, reallocated = self.reports.step(output, complete)
+        reports, tables = self.reports.step(output, complete)
         assert len({each.request for each in reports}) == len(reports)
         for name, count in tokens.items():
             request = self.requests[name].request
@@ -76,7 +76,7 @@ class Engine:
             each.request: (each.confirmed_tokens, [*each.new_blocks[0]] if each.new_blocks else [])
             for each in reports
         }
-        return found, reallocated
+        return found, [block for table in tables for row in table for block in row]
 
 
 def decoding() -> Engine:
@@ -121,6 +121,22 @@ def test_progress_of_a_large_batch_is_reported_in_parts(running: int, parts: lis
     assert [len(report) for report in reports] == parts
     reported = [block for report in reports for _, blocks in report.values() for block in blocks]
     assert reported == new_blocks
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_each_request_of_a_pipeline_has_its_turn_before_the_next_turns_begin(stages: int) -> None:
+    """A turn of 8 steps schedules some of 3 microbatches only twice, so that each part must be larger."""
+    every, late = 8, set[int]()
+    engine = Engine(every, stages=stages)
+    names = [f"r{number}" for number in range(39)]
+    for name in names:
+        engine.add(name, BLOCK)
+    engine.step(dict.fromkeys(names, BLOCK))
+    with patch.object(progress, "_LEAST_PART", 2):
+        for step in range(10 * every):
+            found, _ = engine.step(dict.fromkeys(names[step % stages :: stages], 1))
+            late |= {confirmed % BLOCK for confirmed, _ in found.values()}
+    assert max(late) * stages <= every  # each step of a microbatch computes a token
 
 
 class Reports(RuleBasedStateMachine):
