@@ -107,9 +107,7 @@ def test_without_a_gpu_it_prints_one_line_and_leaves_no_file(tmp_path: Path) -> 
     paths = f"{tmp_path}:" + ":".join(sys.path)
     environment = {"PYTHONPATH": paths, "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-m", "kvoffload", "gpu-check"]
-    ended = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=folder, env=environment
-    )
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=environment)
     assert ended.returncode == Exit.USAGE
     assert ended.stdout == ""
     assert list(folder.iterdir()) == []
