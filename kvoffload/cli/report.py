@@ -53,8 +53,8 @@ def run(args: argparse.Namespace) -> int:
     lines, output = opened(args, _SUFFIX)
     account = add_up(lines)
     text = as_json(account, lines) if args.json else render(account, lines)
-    # The output need not be private: it contains counts, sizes and times, but no request names.
-    with written(output) as file:
+    # Without `--request`, the output contains counts, sizes and times, but no request names.
+    with written(output, is_private=args.request is not None) as file:
         file.write(text)
     return lines.report(output)
 

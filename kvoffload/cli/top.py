@@ -199,7 +199,8 @@ def page_url(text: str) -> str:
         text: the page's URL, HOST:PORT, or a PORT of this machine.
 
     Raises:
-        CommandError: `text` has none of these forms.
+        CommandError: `text` has none of these forms, or has a user or a password, which `urlopen` takes for a part of
+            the host's name.
     """
     if text.isascii() and text.isdigit():
         text = f"127.0.0.1:{text}"
@@ -213,6 +214,8 @@ def page_url(text: str) -> str:
         raise CommandError(
             f"{text!r} is not the URL of a page of metrics, such as http://127.0.0.1:9464/metrics, nor HOST:PORT or PORT"
         )
+    if parts.username is not None:
+        raise CommandError(f"the URL of {parts.hostname} must not have a user or a password")
     return urllib.parse.urlunsplit(parts._replace(path="/metrics")) if parts.path in ("", "/") else url
 
 

@@ -95,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     about, found = _about(options), list[Line]()
     for line in (line for part in chosen for line in lines_of(part, options, log)):
         if not found and line.is_met is False:
+            if not log.stat().st_size:
+                log.unlink()
             raise CommandError(f"there is no GPU to check: {line.words}")
         found.append(_judged(line, found))
         # Write the file before printing, so that it contains every line that was printed.

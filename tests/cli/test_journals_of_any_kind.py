@@ -99,13 +99,22 @@ def test_a_trace_without_known_events_is_valid_and_an_error(
     assert f"draws none of these events, such as {name}\n" in capsys.readouterr().err
 
 
-def test_a_trace_names_requests_and_is_readable_only_by_its_owner(journal: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "mode"),
+    [(["timeline"], 0o600), (["report"], 0o666), (["report", "--request", "a"], 0o600)],
+)
+def test_what_names_requests_is_readable_only_by_its_owner(
+    command: list[str], mode: int, journal: Path
+) -> None:
+    with journal.open("a") as file:
+        file.write('{"seq":2,"t":1.0,"event":"FirstTokenReached","request":"a","found":null,"seconds":0.5}\n')
+    output = journal.parent / "output"
     before = os.umask(0)
     try:
-        assert main(["timeline", str(journal), "-o", str(journal.parent / "trace")]) == Exit.OK
+        assert main([*command, str(journal), "-o", str(output)]) == Exit.OK
     finally:
         os.umask(before)
-    assert stat.S_IMODE((journal.parent / "trace").stat().st_mode) == 0o600
+    assert stat.S_IMODE(output.stat().st_mode) == mode
 
 
 @pytest.mark.parametrize("command", READERS)

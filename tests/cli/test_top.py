@@ -283,6 +283,12 @@ def test_a_text_that_is_not_an_address_is_refused(text: str) -> None:
         page_url(text)
 
 
+def test_a_password_in_a_url_is_refused_and_not_printed() -> None:
+    for text in ("http://user:secret@h:1/metrics", "user:secret@h:1"):
+        with pytest.raises(CommandError, match=r"^the URL of h must not have a user or a password$"):
+            page_url(text)
+
+
 def test_a_stopped_server_keeps_its_rows_and_gets_an_error_line(engine: Engine) -> None:
     with engine.serve() as url:
         server = Server(url)

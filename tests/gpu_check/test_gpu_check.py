@@ -98,18 +98,19 @@ def test_an_unknown_part_is_one_error_and_leaves_no_file(
     assert "unknown part 'bites'; choose from device, bytes, speeds, " in capsys.readouterr().err
 
 
-def test_without_a_gpu_it_prints_one_line(tmp_path: Path) -> None:
+def test_without_a_gpu_it_prints_one_line_and_leaves_no_file(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
     (tmp_path / "sitecustomize.py").write_text(
         "import ctypes\ndef no(*a, **k): raise OSError('libcuda.so.1: cannot open shared object file')\nctypes.PyDLL = no\n"
     )
     paths = f"{tmp_path}:" + ":".join(sys.path)
     environment = {"PYTHONPATH": paths, "PATH": "/usr/bin:/bin"}
     command = [sys.executable, "-m", "kvoffload", "gpu-check"]
-    ended = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=tmp_path, env=environment
-    )
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, cwd=folder, env=environment)
     assert ended.returncode == Exit.USAGE
     assert ended.stdout == ""
+    assert list(folder.iterdir()) == []
     (message,) = ended.stderr.splitlines()
     assert "there is no GPU to check: no NVIDIA driver library for cuda:0" in message
 

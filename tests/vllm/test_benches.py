@@ -20,7 +20,7 @@ SMALL = Size(8, SLOT_BYTES, {})
 @pytest.mark.parametrize(
     ("name", "options", "smaller", "lines"),
     [
-        ("hooks", ["--running", "2", "--models", "qwen3", "--repeats", "1"], {"WINDOW_STEPS": 4}, 6),
+        ("hooks", ["--running", "2", "--models", "qwen3", "--repeats", "1"], {"WINDOW_STEPS": 4}, 8),
         ("queue", ["--waiting", "20", "--pairs", "1"], {"RUNNING": 2, "_STEPS": 8}, 4),
         (
             "serve",

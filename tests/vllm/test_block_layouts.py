@@ -105,14 +105,15 @@ def caches(
     cache.
     """
     import torch
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
     vllm_config, specs = model
     monkeypatch.setattr(vllm_config.cache_config, "kv_cache_layout", request.param)
     monkeypatch.setattr(vllm_config.cache_config, "num_gpu_blocks_override", BLOCKS)
-    (config,) = get_kv_cache_configs(vllm_config, [specs], [1 << 26])
+    planning = engines.cache_planning()
+    groups = planning.get_kv_cache_groups(vllm_config, specs)
+    config = planning.get_kv_cache_config_from_groups(vllm_config, groups, 1 << 26)
     config.kv_cache_layout = request.param
     views = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout[request.param])
     return vllm_config, config, views

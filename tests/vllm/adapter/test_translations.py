@@ -16,6 +16,7 @@ from tests.keys import block_key
 from tests.vllm.adapter.stand_ins import vllm_config
 from tests.vllm.adapter.test_layout import page
 from tests.vllm.engine_rig import MARKS
+from tests.vllm.stock import engines
 
 pytestmark = MARKS
 
@@ -61,10 +62,6 @@ def grouped(*members: Any) -> list[Any]:
 
 
 def planned(layout: Any, groups: list[Any]) -> Any:
-    try:
-        from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
-    except ImportError:
-        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
     config = SimpleNamespace(
         attention_config=SimpleNamespace(hisparse_config=None),
         cache_config=SimpleNamespace(
@@ -75,7 +72,7 @@ def planned(layout: Any, groups: list[Any]) -> Any:
         model_config=SimpleNamespace(max_model_len=64),
         max_in_flight_tokens=64,
     )
-    return get_kv_cache_config_from_groups(config, groups, 1 << 24)
+    return engines.cache_planning().get_kv_cache_config_from_groups(config, groups, 1 << 24)
 
 
 def mixed_pages() -> list[Any]:

@@ -108,6 +108,15 @@ def in_process(checkpoint: Path, **options: object) -> Iterator[LLM]:
             llm.llm_engine.engine_core.shutdown()
 
 
+def cache_planning() -> Foreign:
+    """Return vLLM's module that plans KV caches; before vLLM 0.33 `kv_cache_utils` did."""
+    try:
+        from vllm.v1.core import kv_cache_planning
+    except ImportError:
+        from vllm.v1.core import kv_cache_utils as kv_cache_planning
+    return kv_cache_planning
+
+
 def scheduler_of(llm: LLM) -> Foreign:
     """Return the scheduler of an engine in this process. Its `connector` is the connector's scheduler side."""
     return llm.llm_engine.engine_core.engine_core.scheduler

@@ -37,8 +37,11 @@ def chunk_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     state_dtype: torch.dtype | None = None,
+    final_states_out: torch.Tensor | None = None,
+    final_state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Fill `out`. Return the states at the ends of all chunks, or only those of each request's last chunk.
+    """Fill `out`. Return the states at the ends of all chunks, or only those of each request's last chunk. The
+    caller writes them to `final_states_out` (vLLM 0.33).
 
     vLLM's own function for CPUs returns only the last states, but models with checkpoints inside a chunk need
     all of them.
