@@ -11,8 +11,8 @@ the table of a recurrent group contains only the states that the engine handed o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain, count, repeat
+from collections.abc import Sequence
+from itertools import chain
 
 from kvoffload.core.request import RequestRecord
 from kvoffload.model.groups import AttentionKind, GroupSpec
@@ -35,12 +35,14 @@ class BlockTables:
         self.shared: dict[DeviceBlockId, list[TableEntry]] = {}
         """Maps each block that several entries name to these entries. A block is never in both dicts."""
 
-    def reallocated(self, blocks: Iterable[DeviceBlockId]) -> int:
+    def reallocated(self, blocks: Sequence[DeviceBlockId]) -> int:
         """Zero newly allocated blocks in every table that names them. Return the number of zeroed entries."""
-        blocks = set(blocks)
-        stale = [self.entries.pop(block) for block in self.entries.keys() & blocks]
-        for block in self.shared.keys() & blocks:
-            stale += self.shared.pop(block)
+        entries, shared = self.entries, self.shared
+        if entries.keys().isdisjoint(blocks) and shared.keys().isdisjoint(blocks):
+            return 0
+        stale = [entries.pop(block) for block in entries.keys() & blocks]
+        for block in shared.keys() & blocks:
+            stale += shared.pop(block)
         for row, position in stale:
             row[position] = NULL_BLOCK
         return len(stale)
@@ -63,7 +65,8 @@ class BlockTables:
             named = dict[DeviceBlockId, TableEntry]()
             for group in self._windows:
                 row = table[group]
-                named.update(zip(new_blocks[group], zip(repeat(row), count(len(row))), strict=False))
+                for position, block in enumerate(new_blocks[group], len(row)):
+                    named[block] = row, position
             self._name(named)
         for group in self._attention:
             table[group] += new_blocks[group]

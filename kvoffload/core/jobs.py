@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from itertools import chain, compress
+from itertools import compress
 from operator import not_
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
@@ -81,14 +81,14 @@ def keys_of(offers: Sequence[Offer]) -> Sequence[BlockKey]:
     """Return the keys of all blocks in some offers, in the same order."""
     if not offers[1:]:
         return offers[0].keys
-    return list(chain.from_iterable([offer.keys for offer in offers]))
+    return [key for offer in offers for key in offer.keys]
 
 
 def blocks_of(offers: Sequence[Offer]) -> Sequence[DeviceBlockId]:
     """Return all blocks in some offers, in the same order."""
     if not offers[1:]:
         return offers[0].blocks
-    return list(chain.from_iterable([offer.blocks for offer in offers]))
+    return [block for offer in offers for block in offer.blocks]
 
 
 def some(offers: Iterable[Offer]) -> list[Offer]:
@@ -113,7 +113,7 @@ def joined(offers: Iterable[Offer]) -> list[Offer]:
     for offer in offers:
         of_tables.setdefault((offer.record, offer.incarnation), []).append(offer)
     return [
-        Offer(keys_of(run), blocks_of(run), *table, list(chain.from_iterable([one.places for one in run])))
+        Offer(keys_of(run), blocks_of(run), *table, [place for one in run for place in one.places])
         for table, run in of_tables.items()
     ]
 

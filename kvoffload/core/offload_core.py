@@ -7,7 +7,6 @@ the state can be copied and compared, so tests can explore it. Each class of fac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from kvoffload.core.audit import audit
@@ -285,8 +284,10 @@ class OffloadCore:
         state, advanced = self.state, list[RequestRecord]()
         if state.tables.entries or state.tables.shared:
             # Zero stale entries before adding new ones, because `reallocated` would zero the new ones, too.
-            grown = chain.from_iterable([progress.new_blocks for progress in fact.progress])
-            state.tally.zeroed(state.tables.reallocated(chain(fact.reallocated, *grown)))
+            grown = [
+                block for progress in fact.progress for blocks in progress.new_blocks for block in blocks
+            ]
+            state.tally.zeroed(state.tables.reallocated([*fact.reallocated, *grown]))
         if state.epoch:
             self._separate_grown(fact)
         for request, confirmed_tokens, new_blocks, new_keys in fact.progress:
@@ -472,9 +473,9 @@ class OffloadCore:
 
     def _reallocated(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
         """Zero an allocation's new blocks in other tables. After a reset, record whether these blocks may be stored."""
-        state, blocks = self.state, list[DeviceBlockId]()
+        state, blocks, had = self.state, list[DeviceBlockId](), fact.device_tokens
         for group, table in zip(state.shape.groups, fact.tables, strict=True):
-            blocks += table[-(-fact.device_tokens // group.block_tokens) :]
+            blocks += table[-(-had // group.block_tokens) :]
         if state.tables.entries or state.tables.shared:
             state.tally.zeroed(state.tables.reallocated(blocks))
         if state.epoch:

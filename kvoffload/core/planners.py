@@ -9,7 +9,6 @@ To add a planner, write a class with the name and the seven methods of `EagerPla
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from operator import itemgetter
 from typing import ClassVar, TypeVar
 
@@ -372,7 +371,7 @@ def _lacks_some(record: RequestRecord, blocks: Sequence[DeviceBlockId], first: i
 
 def _interleaved(columns: Sequence[list[T]], first: int, end: int) -> list[T]:
     """Return the items of all columns from `first` to `end`: the first of each column, then the second of each."""
-    return list(chain.from_iterable(zip(*map(itemgetter(slice(first, end)), columns), strict=True)))
+    return [column[position] for position in range(first, end) for column in columns]
 
 
 def _by_group(state: CoreState, record: RequestRecord) -> Offer | None:

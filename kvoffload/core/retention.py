@@ -16,7 +16,7 @@ its requests stored; each use by a request of another session, or of none, ends 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from itertools import chain, islice
+from itertools import islice
 from operator import itemgetter
 
 from kvoffload.core.jobs import Store
@@ -199,7 +199,8 @@ class Retention:
             if len(record.keys) == 1:
                 return record.keys[0][:count]
             # Groups with equal blocks have equally many keys.
-            return list(chain.from_iterable(zip(*[keys[:count] for keys in record.keys], strict=False)))
+            whole_blocks = range(min(count, len(record.keys[0])))
+            return [keys[position] for position in whole_blocks for keys in record.keys]
         numbered = list[tuple[int, BlockKey]]()
         for group, of_group in zip(self._groups, record.keys, strict=True):
             size = group.block_tokens

@@ -222,7 +222,8 @@ class SlotPool:
         self.fills += 1
         if self.for_catalog is not None:
             self.for_catalog += slots
-        self.index.add(list(map(self._keys.__getitem__, slots)), slots)  # type: ignore[arg-type]  # each has a key
+        keys = self._keys
+        self.index.add([keys[slot] for slot in slots], slots)  # type: ignore[misc]  # each has a key
         if unheld := self._not_held(slots):
             self.order.add(unheld, _FILLED, self.now)
 
@@ -254,7 +255,8 @@ class SlotPool:
         free = uncount(self.pins, slots[::-1])
         if not free:
             return
-        if bytes(map(self._states.__getitem__, free)).translate(None, _ONLY_PINNED):
+        states = self._states
+        if bytes([states[slot] for slot in free]).translate(None, _ONLY_PINNED):
             self.drained(free)
             free = self.pinned(free)
         self._move_all(free, SlotEvent.UNPIN)
@@ -388,7 +390,7 @@ class SlotPool:
     def _move_all(self, slots: Sequence[SlotId], event: SlotEvent) -> None:
         """Apply an event that is legal in a single state to distinct slots. If one has another state, change none."""
         states, (before, after) = self._states, SLOT.only[event]
-        if wrong := bytes(map(states.__getitem__, slots)).translate(None, before):
+        if wrong := bytes([states[slot] for slot in slots]).translate(None, before):
             raise IllegalTransition("slot", SlotState(wrong[0]), event)
         for slot in slots:
             states[slot] = after
@@ -397,7 +399,8 @@ class SlotPool:
         self._counts[after] += moved
 
     def _ready(self, slots: Sequence[SlotId]) -> Sequence[SlotId]:
-        states = bytes(map(self._states.__getitem__, slots))
+        known = self._states
+        states = bytes([known[slot] for slot in slots])
         ready = states.count(_READY)
         if ready == len(slots):
             return slots

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import chain, compress, islice, repeat
-from operator import is_not, not_
+from itertools import chain, compress, islice
+from operator import not_
 
 from kvoffload.core.eviction_watch import EvictionWatch
 from kvoffload.core.jobs import Failure, Offer, Store, blocks_of, joined, keys_of, owner, singles, some
@@ -201,7 +201,7 @@ class Stores:
     ) -> tuple[list[Offer], list[BlockKey | None]]:
         """Decline offers of blocks that the engine did not hash; return the rest, with their blocks' keys."""
         blocks, copied = blocks_of(offers), self._state.leases.counts
-        is_hashed = list(map(is_not, held, repeat(None)))
+        is_hashed = [holds is not None for holds in held]
         if NULL_BLOCK in blocks or not copied.keys().isdisjoint(blocks):
             is_hashed = [
                 hashed or block == NULL_BLOCK or block in copied

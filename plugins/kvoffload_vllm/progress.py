@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import compress, islice, repeat
+from itertools import compress, islice
 from operator import add
 from typing import TYPE_CHECKING
 
@@ -57,11 +57,13 @@ class KeyMaker:
         """Return, for each group, the keys of the blocks whose last hash is in `hashes[first:]`."""
         # A fast path for decoding requests, which usually complete one block at a time.
         if self._has_one_hash_a_block and len(hashes) - first == 1:
-            return tuple(zip(map(hashes[first].__add__, self._suffixes), strict=True))  # type: ignore[arg-type]  # `BlockKey()` would cost one call per key
-        keys: list[tuple[bytes, ...]] = []
+            only = hashes[first]
+            keys: list[tuple[bytes, ...]] = [(only + suffix,) for suffix in self._suffixes]
+            return tuple(keys)  # type: ignore[arg-type]  # `BlockKey()` would cost one call per key
+        keys = []
         for ratio, suffix in self._groups:
             ends = hashes[first:] if ratio == 1 else hashes[(first // ratio + 1) * ratio - 1 :: ratio]
-            keys.append(tuple(map(add, ends, repeat(suffix))))
+            keys.append(tuple([end + suffix for end in ends]))
         return tuple(keys)  # type: ignore[arg-type]  # `BlockKey()` would cost one call per key
 
 
@@ -202,7 +204,7 @@ class ProgressReports:
         for number in compress(range(len(tables)), tables):
             name, blocks = cached.req_ids[number], tables[number]
             if name not in resumed and name in self._tracked:
-                table: _Table = tuple(map(tuple, map(blocks.__getitem__, groups)))
+                table: _Table = tuple([tuple(blocks[group]) for group in groups])
                 late[name] = tuple(map(add, late[name], table)) if name in late else table
                 allocated.append(table)
         looks = self._take_soon(scheduled) if self._soon else []
