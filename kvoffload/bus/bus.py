@@ -29,7 +29,7 @@ Observer = Callable[[Any], object]
 RemovedCallback = Callable[[str, Exception], object]
 
 
-class Batch(Struct, frozen=True):
+class Batch(Struct, frozen=True, gc=False):
     """The messages of one hook, the number of messages before them, and the hook's monotonic time."""
 
     before: int

@@ -62,7 +62,7 @@ class BlockTables:
         table = record.table
         assert table is not None, record
         if self._windows:
-            named = dict[DeviceBlockId, TableEntry]()
+            named: dict[DeviceBlockId, TableEntry] = {}
             for group in self._windows:
                 row = table[group]
                 for position, block in enumerate(new_blocks[group], len(row)):

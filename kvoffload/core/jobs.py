@@ -56,12 +56,13 @@ class Offer(NamedTuple):
     def one(self, number: int) -> Offer:
         """Return an offer of a single block."""
         key, block, places = self.keys[number], self.blocks[number], self.places[number : number + 1]
-        return Offer((key,), (block,), self.record, self.incarnation, places)
+        return _offer(((key,), (block,), self.record, self.incarnation, places))
 
     def part(self, wanted: Sequence[bool]) -> Offer:
         """Return an offer of the blocks for which `wanted` is True."""
         keys, blocks = list(compress(self.keys, wanted)), list(compress(self.blocks, wanted))
-        return Offer(keys, blocks, self.record, self.incarnation, list(compress(self.places, wanted)))
+        places = list(compress(self.places, wanted))
+        return _offer((keys, blocks, self.record, self.incarnation, places))
 
     def split(self, wanted: Sequence[bool]) -> tuple[Offer, Offer]:
         """Return an offer of the blocks for which `wanted` is True, and one of the others."""
@@ -356,7 +357,9 @@ class Jobs:
 
         If this method raises, no job has changed its state (R12).
         """
-        loads, stores, below = list[AnyJob](), list[AnyJob](), list[AnyJob]()
+        loads: list[AnyJob] = []
+        stores: list[AnyJob] = []
+        below: list[AnyJob] = []
         for job in self.planned:
             slots, targets = tuple(job.slots), tuple(job.targets)
             copy = CopyJob(job.id, job.direction, job.tier, slots, targets, job.extra)

@@ -136,7 +136,7 @@ class LowerTiers:
             # With more groups, a hit may need blocks of one group that the device has.
             on_device = (state.device.block_of(key) is not None for key in record.keys[0])
             first = sum(takewhile(bool, on_device))
-        lacking = list[BlockKey]()
+        lacking: list[BlockKey] = []
         for group, keys in zip(state.shape.groups, record.keys, strict=True):
             last = limit // group.block_tokens + group.has_lookahead
             lacking += [key for key in keys[first:last] if key not in state.pool.index]

@@ -90,7 +90,8 @@ def _match_in_one_full_group(
     tokens: int, keys: Sequence[BlockKey], index: FoundKeys, start: int, limit: int
 ) -> Match:
     """Return the blocks before the first missing one, in a model with a single full-attention group."""
-    parts, found, first = index.parts, list[SlotId](), start // tokens
+    parts, first = index.parts, start // tokens
+    found: list[SlotId] = []
     for key in islice(keys, first, limit // tokens):
         slot = parts[key[0]].get(key)
         if slot is None:

@@ -281,7 +281,8 @@ class OffloadCore:
 
     def _advance(self, fact: facts.StepScheduled) -> list[RequestRecord]:
         """Record a step's new blocks and confirmed tokens; return the running requests that got any."""
-        state, advanced = self.state, list[RequestRecord]()
+        state = self.state
+        advanced: list[RequestRecord] = []
         if state.tables.entries or state.tables.shared:
             # Zero stale entries before adding new ones, because `reallocated` would zero the new ones, too.
             grown = [
@@ -310,7 +311,8 @@ class OffloadCore:
 
         Call this method after the step's block tables have been updated and stale entries zeroed.
         """
-        offers, groups = list[Offer](), len(self.state.shape.groups)
+        offers: list[Offer] = []
+        groups = len(self.state.shape.groups)
         for request, group, position, key, block in fact.states:
             record = self.state.requests.live.get(request)
             if record is None or record.state is not _RUNNING:
@@ -335,7 +337,7 @@ class OffloadCore:
 
     def _offer_tails(self, tails: Iterable[facts.TailHandedOff]) -> None:
         """Offer the blocks of tails. Such an offer never waits: the engine soon reuses or fills the blocks."""
-        offers = dict[BlockKey, Offer]()  # without a request, so that the offers cannot wait
+        offers: dict[BlockKey, Offer] = {}  # without a request, so that the offers cannot wait
         for tail in tails:
             refused = self._refuses(tail)
             if refused is not None:
@@ -473,7 +475,8 @@ class OffloadCore:
 
     def _reallocated(self, fact: facts.BlocksAllocated, *, since_reset: bool) -> None:
         """Zero an allocation's new blocks in other tables. After a reset, record whether these blocks may be stored."""
-        state, blocks, had = self.state, list[DeviceBlockId](), fact.device_tokens
+        state, had = self.state, fact.device_tokens
+        blocks: list[DeviceBlockId] = []
         for group, table in zip(state.shape.groups, fact.tables, strict=True):
             blocks += table[-(-had // group.block_tokens) :]
         if state.tables.entries or state.tables.shared:

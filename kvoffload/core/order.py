@@ -151,7 +151,8 @@ class LruOrder:
         """Remove and return up to `count` slots, in the order of eviction."""
         if self._last_ended != _END:
             return self._take_some_ended(count, now)
-        after, taken = self._after, list[SlotId]()
+        after = self._after
+        taken: list[SlotId] = []
         slot = after[-1]
         for _ in range(min(count, self.count)):
             taken.append(slot)  # type: ignore[arg-type]  # calling `SlotId` for each slot would take time
@@ -164,7 +165,8 @@ class LruOrder:
         return taken
 
     def _take_some_ended(self, count: int, now: float) -> Sequence[SlotId]:
-        after, used_at, taken = self._after, self.used_at, list[SlotId]()
+        after, used_at = self._after, self.used_at
+        taken: list[SlotId] = []
         for _ in range(min(count, self.count)):
             slot, other = SlotId(after[_END]), SlotId(after[self._last_ended])
             if other != _END and now - used_at[other] > FASTER * (now - used_at[slot]):

@@ -100,7 +100,7 @@ class Parts:
         """
         state, pool, rest = self._state, self._state.pool, record.rest
         lacking = min(self._most, len(rest.keys) if rest else 0) - pool.count(SlotState.EMPTY)
-        freed = list[BlockKey]()
+        freed: list[BlockKey] = []
         for slot in reversed(slots):
             key = pool.key(slot)
             is_free = pool.state(slot) is SlotState.READY and slot not in pool.holds

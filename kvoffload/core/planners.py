@@ -128,9 +128,10 @@ class TwicePlanner(EagerPlanner):
         """
         pool, in_flight, offered = self._state.pool, self._stores.in_flight.keys, self._offered
         empty = pool.count(SlotState.EMPTY)
-        known, fresh = list[Offer](), list[Offer]()
+        known: list[Offer] = []
+        fresh: list[Offer] = []
         for offer in offers:
-            is_known = list[bool]()
+            is_known: list[bool] = []
             for key in offer.keys:
                 has_slot = key in pool.index or key in in_flight
                 is_known.append(has_slot or empty > 0 or key in offered)
@@ -253,7 +254,8 @@ class LazyPlanner:
 
     def _look_ahead(self) -> None:
         state = self._state
-        room, offers = state.pool.room, list[Offer]()
+        room = state.pool.room
+        offers: list[Offer] = []
         blocks = list(state.device.next_evictable(2 * self._enough))
         for block, key in zip(blocks, state.device.keys_of(blocks), strict=True):
             if key is None or block in self._limited:
@@ -377,7 +379,8 @@ def _interleaved(columns: Sequence[list[T]], first: int, end: int) -> list[T]:
 def _by_group(state: CoreState, record: RequestRecord) -> Offer | None:
     """Return an offer of the blocks that each group has confirmed, without loaded blocks and null blocks of a hit."""
     assert record.table is not None, record
-    groups, rows = len(record.keys), list[tuple[int, BlockKey, DeviceBlockId, int]]()
+    groups = len(record.keys)
+    rows: list[tuple[int, BlockKey, DeviceBlockId, int]] = []
     for number, size in state.offered_groups:
         first, blocks, keys = record.offered[number], record.table[number], record.keys[number]
         end = min(record.confirmed_tokens // size, len(blocks), len(keys))

@@ -86,7 +86,8 @@ class Retention:
         An ended request gets no more holds if one of its jobs has timed out, because holds are released when the last
         job ends, and a timed-out job may never end.
         """
-        sizes, held, end = [group.block_tokens for group in self._groups], list[SlotId](), 0
+        sizes, end = [group.block_tokens for group in self._groups], 0
+        held: list[SlotId] = []
         groups = len(sizes)
         for keys, _, record, incarnation, places in job.offers:
             first, end = end, end + len(keys)
@@ -201,7 +202,7 @@ class Retention:
             # Groups with equal blocks have equally many keys.
             whole_blocks = range(min(count, len(record.keys[0])))
             return [keys[position] for position in whole_blocks for keys in record.keys]
-        numbered = list[tuple[int, BlockKey]]()
+        numbered: list[tuple[int, BlockKey]] = []
         for group, of_group in zip(self._groups, record.keys, strict=True):
             size = group.block_tokens
             whole: Iterable[tuple[int, BlockKey]] = enumerate(islice(of_group, tokens // size))

@@ -51,7 +51,7 @@ def uncount(counts: dict[Item, int], items: Sequence[Item]) -> Sequence[Item]:
         for item in items:
             del counts[item]
         return items
-    unused = list[Item]()
+    unused: list[Item] = []
     for item in items:
         left = counts.pop(item) - 1
         if left:

@@ -85,7 +85,8 @@ class Stores:
     def within(self, limit_tokens: int, offers: Sequence[Offer]) -> list[Offer]:
         """Return the offers of blocks within a request's limit. Refuse the others, unless the host has their blocks."""
         groups, index = self._state.shape.groups, self._state.pool.index
-        allowed, excluded = list[Offer](), list[Offer]()
+        allowed: list[Offer] = []
+        excluded: list[Offer] = []
         for offer in offers:
             places = [divmod(place, len(groups)) for place in offer.places]
             is_within = [

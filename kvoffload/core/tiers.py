@@ -449,7 +449,8 @@ class LayeredIndex:
         on_host = host.parts
         lower = [(tier, tier.pool.index.parts, tier.unconfirmed) for tier in tiers]
         block_of = None if device is None else device.block_of
-        found = self._found = list[Block]()
+        found: list[Block] = []
+        self._found = found
 
         def get(key: BlockKey, /) -> SlotId | None:
             byte = key[0]

@@ -106,7 +106,7 @@ class TiersSide:
 
     def take_facts(self, now: float) -> list[facts.Fact]:
         """Return new facts for the core. If no open job has moved for long, report all as overdue (R16)."""
-        found = list[facts.Fact]()
+        found: list[facts.Fact] = []
         if self._is_opening:
             self._look_at_opening(now)
         if self._overdue_at <= now and self._late_steps:

@@ -244,7 +244,8 @@ class VllmScheduler:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is None:
             return
-        confirmed, new_keys = 0, tuple[tuple[BlockKey, ...], ...]()
+        confirmed = 0
+        new_keys: tuple[tuple[BlockKey, ...], ...] = ()
         late = self._progress.forget(request.request_id)
         if tracked.is_rewritten:
             late = ()
@@ -304,7 +305,7 @@ class VllmScheduler:
 
     def _not_filled(self, answers: LoadAnswers) -> frozenset[DeviceBlockId]:
         """Return the device blocks that loads should have filled which failed without a copy."""
-        bad = list[DeviceBlockId]()
+        bad: list[DeviceBlockId] = []
         for name in set(answers.failed).intersection(answers.without_copy):
             tracked = self._tracked.get(name)
             if tracked is not None and tracked.to_load is not None:
