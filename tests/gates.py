@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
+
+from kvoffload.transfer.ports import Threads
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +52,7 @@ class ThreadGate:
             self._changed.notify_all()
 
 
-class ManualExecutor(Executor):
+class ManualExecutor(Threads):
     """Runs submitted calls on the test's thread when the test asks for it.
 
     Args:

@@ -19,7 +19,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, TypeVarTuple
 
+from kvoffload.logs import get_logger
 from kvoffload.model.errors import KVOffloadError
+from kvoffload.transfer.ports import Threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+
+log = get_logger("portal")
 
 _COPY_THREADS = 2
 _FROM_PARENT: list[
@@ -44,7 +48,7 @@ class PortalClosed(KVOffloadError):
         super().__init__(f"portal {name!r} is closed")
 
 
-class DaemonExecutor(Executor):
+class DaemonExecutor(Threads):
     """Daemon threads that start submitted calls in order. `ThreadPoolExecutor` would wait for its threads at exit.
 
     Args:
@@ -78,13 +82,21 @@ class DaemonExecutor(Executor):
             else:
                 future.set_result(result)
 
+        self.start(work)
+        return future
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Queue a call without making a future, which takes longer than to queue the call.
+
+        Raises:
+            RuntimeError: the executor was shut down.
+        """
         with self._lock:
             if self._is_shut:
                 raise RuntimeError(f"executor {self._name!r} was shut down")
             self._work.put(work)
             if self._started < self._threads:
                 self._start_thread()
-        return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse new calls, and end the threads when the queue is empty. Return at once, even if `wait` is true."""
@@ -103,7 +115,10 @@ class DaemonExecutor(Executor):
             work = self._work.get()
             if work is None:
                 return
-            work()
+            try:
+                work()
+            except Exception as error:  # The thread makes later calls, too.
+                log.exception("call_failed", executor=self._name, reason=repr(error))
             del work  # An idle thread would otherwise keep the arguments of its last call in memory.
 
 
@@ -194,7 +209,7 @@ class Portal:
         return started is not None and self._pid == os.getpid() and started[1].is_alive()
 
     @property
-    def executor(self) -> Executor:
+    def executor(self) -> Threads:
         """Return the executor for calls that block.
 
         Raises:

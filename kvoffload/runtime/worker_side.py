@@ -152,7 +152,7 @@ class WorkerSide:
     def _make_pump(self, arena: Arena, checksums: Checksums | None) -> TransferPump:
         copier = self._copier or make_copier(
             arena.layout,
-            executor=self._portal.executor,
+            threads=self._portal.executor,
             clock=self._clock,
             batch_copies=self._config.batch_copies,
         )

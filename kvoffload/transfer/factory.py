@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from kvoffload.transfer.host_file import HostFile
     from kvoffload.transfer.host_memory import HostAllocator
     from kvoffload.transfer.layout import DeviceLayout
-    from kvoffload.transfer.ports import Clock, Copier
+    from kvoffload.transfer.ports import Clock, Copier, Threads
 
 
 def make_copier(
-    layout: DeviceLayout, *, executor: Executor, clock: Clock, batch_copies: str = "auto"
+    layout: DeviceLayout, *, threads: Threads, clock: Clock, batch_copies: str = "auto"
 ) -> Copier:
     """Return the copier for the layout's device. Call it on the engine's thread, after the KV cache was allocated.
 
@@ -33,7 +33,7 @@ def make_copier(
 
     Args:
         layout: the layout of the tensors to copy.
-        executor: its threads make the copies if the device is the CPU.
+        threads: make the copies if the device is the CPU.
         clock: measures copies if the device is the CPU.
         batch_copies: the setting `batch_copies`.
 
@@ -51,7 +51,7 @@ def make_copier(
         return copier
     from kvoffload.transfer.host_copier import HostCopier
 
-    return HostCopier(executor, clock)
+    return HostCopier(threads, clock)
 
 
 def make_allocator(

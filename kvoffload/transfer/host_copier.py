@@ -48,9 +48,8 @@ from kvoffload.transfer.runs import CopyRuns, pieces_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from concurrent.futures import Executor
 
-    from kvoffload.transfer.ports import Clock, Fence
+    from kvoffload.transfer.ports import Clock, Fence, Threads
 
 PIECE_BYTES = 4 * 2**20
 """Copying a piece takes about 1 ms, which is long compared with its overhead and short compared with a load.
@@ -128,10 +127,10 @@ class _Piece(NamedTuple):
 
 
 class HostCopier:
-    """Copies on the threads of `executor`, loads first.
+    """Copies on `threads`, loads first.
 
     Args:
-        executor: runs calls in order, on any number of threads.
+        threads: any number of threads.
         clock: measures the copies.
         copy: the copy function for both directions; by default the fastest one for each direction.
         piece_bytes: approximate size of a piece, in bytes.
@@ -140,9 +139,9 @@ class HostCopier:
     slices = 0
 
     def __init__(
-        self, executor: Executor, clock: Clock, copy: Copy | None = None, *, piece_bytes: int = PIECE_BYTES
+        self, threads: Threads, clock: Clock, copy: Copy | None = None, *, piece_bytes: int = PIECE_BYTES
     ) -> None:
-        self._executor = executor
+        self._threads = threads
         self._clock = clock
         self._copies = {way: copy or choose_copy(arena_is_target=way is Direction.STORE) for way in Direction}
         self._piece_bytes = piece_bytes
@@ -158,13 +157,13 @@ class HostCopier:
         """Queue a batch.
 
         Raises:
-            RuntimeError: the executor was shut down; nothing was started.
+            RuntimeError: the threads were shut down; nothing was started.
         """
         piece = _Piece(runs, HostTicket())
         queue = self._loads if direction is Direction.LOAD else self._stores
-        queue.append(piece)  # Queue the piece before `_serve` is submitted, so that `_serve` finds it.
+        queue.append(piece)  # Queue the piece before `_serve` is queued, so that `_serve` finds it.
         try:
-            self._executor.submit(self._serve)
+            self._threads.start(self._serve)
         except RuntimeError:
             with suppress(ValueError):  # A running thread has taken the batch, and copies all of it.
                 queue.remove(piece)
@@ -172,7 +171,7 @@ class HostCopier:
         return piece.ticket
 
     def close(self) -> None:
-        """Do nothing: the executor belongs to the caller."""
+        """Do nothing: the threads belong to the caller."""
 
     def _serve(self) -> None:
         """Copy pieces until none is left that this thread may take."""
@@ -219,7 +218,7 @@ class HostCopier:
         if queue is self._loads:
             with suppress(RuntimeError):  # After a shutdown, the calling thread copies all pieces.
                 for _ in range(min(len(parts), _LOAD_THREADS) - 1):
-                    self._executor.submit(self._serve)
+                    self._threads.start(self._serve)
         return parts[0]
 
 

@@ -1,10 +1,11 @@
-"""Interfaces of the objects that are passed to the transfer side: clock, copier, and reader of the machine's files."""
+"""Interfaces of the objects that are passed to the transfer side: clock, copier, threads, and reader of the machine's files."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -50,6 +51,18 @@ class Clocks:
     monotonic: Callable[[], float] = time.monotonic
     unix: Callable[[], float] = time.time
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+class Threads(Executor):
+    """An executor that also makes calls without a future."""
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Queue a call.
+
+        Raises:
+            RuntimeError: the executor was shut down.
+        """
+        self.submit(work)
 
 
 class TicketState(Enum):

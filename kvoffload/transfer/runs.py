@@ -48,27 +48,29 @@ class Columns(NamedTuple):
     Args:
         page, device_base, device_stride: [regions, 1], as in `Geometry`.
         host_zero: [regions, chunks] where slot 0 would be if the chunk continued down to it.
-        chunk_slots: slots in each chunk.
+        chunk_numbers: one more than the slots in each chunk, see `merge_runs`.
     """
 
     page: Numbers
     device_base: Numbers
     device_stride: Numbers
     host_zero: Numbers
-    chunk_slots: int
+    chunk_numbers: Numbers
 
     def addresses(
-        self, slots: Numbers, blocks: Numbers, lengths: Numbers
+        self, numbers: Numbers, blocks: Numbers, lengths: Numbers
     ) -> tuple[Numbers, Numbers, Numbers]:
         """Return the host address, device address and bytes of each run, for each region in turn.
 
         Args:
-            slots: the first slot of each run.
+            numbers: the number of each run's first slot, see `merge_runs`.
             blocks: the first block of each run.
             lengths: the number of pairs in each run.
         """
-        host = self.host_zero.take(slots // self.chunk_slots, axis=1) + slots * self.page
-        device = self.device_base + blocks * self.device_stride
+        host = numbers * self.page
+        host += self.host_zero.take(numbers // self.chunk_numbers, 1)
+        device = blocks * self.device_stride
+        device += self.device_base
         return host.ravel(), device.ravel(), (lengths * self.page).ravel()
 
 
@@ -81,14 +83,14 @@ class Geometry:
         device_base: [regions] address of block 0.
         device_stride: [regions] bytes from one block to the next.
         host_base: [chunks, regions] address of the chunk's first slot.
-        chunk_slots: slots in each chunk (the last may have fewer).
+        chunk_slots: slots in each chunk (the last may have fewer); an array without dimensions.
     """
 
     page: Numbers
     device_base: Numbers
     device_stride: Numbers
     host_base: Numbers
-    chunk_slots: int
+    chunk_slots: Numbers
 
     def with_chunk(self, starts: Sequence[int]) -> Geometry:
         """Return the geometry with another chunk, whose regions start at `starts`."""
@@ -98,7 +100,8 @@ class Geometry:
     def page_addresses(self, slots: Numbers) -> Numbers:
         """Return the address of each slot's page in each region, [slots, regions]."""
         places: Numbers = (slots % self.chunk_slots)[:, None]
-        return self.host_base[slots // self.chunk_slots] + places * self.page
+        bases: Numbers = self.host_base[slots // self.chunk_slots]
+        return bases + places * self.page
 
     @cached_property
     def touching(self) -> Columns | None:
@@ -113,10 +116,11 @@ class Geometry:
     def _columns(self, chosen: NDArray[np.bool_]) -> Columns | None:
         if not chosen.any():
             return None
-        first_slots = np.arange(len(self.host_base)) * self.chunk_slots
-        host_zero = self.host_base[:, chosen].T - first_slots * self.page[chosen, None]
+        chunk_numbers = np.array(self.chunk_slots + 1)
+        first_numbers = np.arange(len(self.host_base)) * chunk_numbers
+        host_zero = self.host_base[:, chosen].T - first_numbers * self.page[chosen, None]
         device = self.device_base[chosen, None], self.device_stride[chosen, None]
-        return Columns(self.page[chosen, None], *device, host_zero, self.chunk_slots)
+        return Columns(self.page[chosen, None], *device, host_zero, chunk_numbers)
 
 
 class CopyRuns(Struct, frozen=True, eq=False):
@@ -172,7 +176,7 @@ def geometry_of(layout: DeviceLayout, chunk_slots: int) -> Geometry:
         device_base=np.array([region.address for region in regions], np.int64),
         device_stride=np.array([region.block_stride for region in regions], np.int64),
         host_base=np.empty((0, len(regions)), np.int64),
-        chunk_slots=chunk_slots,
+        chunk_slots=np.array(chunk_slots),
     )
 
 
@@ -181,33 +185,33 @@ def merge_runs(geometry: Geometry, direction: Direction, slots: Numbers, blocks:
 
     A hook calls this function for a load, so it makes few calls of numpy: each takes as long for 8 blocks as for 64.
     """
+    # Between chunks a number is left out, so that the slots on both sides of a border are not joined.
+    numbers = slots + slots // geometry.chunk_slots
     # Each pair is one number, so that one sort puts slots and blocks in the order of the blocks.
-    pairs = (blocks << _SLOT_BITS) + slots
+    pairs = (blocks << _BITS) + numbers
     pairs.sort()
     found = []
     if geometry.touching is not None:
-        borders = _borders(pairs, geometry)
-        first = pairs[borders[:-1]]
-        lengths = borders[1:] - borders[:-1]
-        found.append(geometry.touching.addresses(first & _SLOTS, first >> _SLOT_BITS, lengths))
+        borders = _borders(pairs)
+        starts = borders[:-1]
+        first = pairs[starts]
+        found.append(geometry.touching.addresses(first & _NUMBERS, first >> _BITS, borders[1:] - starts))
     if geometry.apart is not None:
-        found.append(geometry.apart.addresses(pairs & _SLOTS, pairs >> _SLOT_BITS, np.ones_like(pairs)))
+        found.append(geometry.apart.addresses(pairs & _NUMBERS, pairs >> _BITS, np.ones_like(pairs)))
     if len(found) == 1:
         return CopyRuns.between(direction, *found[0])
     return CopyRuns.between(direction, *(np.concatenate(both) for both in zip(*found, strict=True)))
 
 
-_SLOT_BITS = 32
-_SLOTS = (1 << _SLOT_BITS) - 1
-_NEXT = (1 << _SLOT_BITS) + 1
+# These are arrays, because an operation with an `int` takes twice as long.
+_BITS = np.array(32)
+_NUMBERS = np.array((1 << 32) - 1)
+_NEXT = np.array((1 << 32) + 1)
 """The difference between a pair and the pair of the next block and the next slot."""
 
 
-def _borders(pairs: Numbers, geometry: Geometry) -> Numbers:
+def _borders(pairs: Numbers) -> Numbers:
     """Return the position of each run's first pair, followed by the number of pairs."""
-    is_border = np.empty(len(pairs) + 1, np.bool_)
-    is_border[0] = is_border[-1] = True
-    is_border[1:-1] = pairs[1:] - pairs[:-1] != _NEXT
-    if len(geometry.host_base) > 1:
-        is_border[:-1] |= (pairs & _SLOTS) % geometry.chunk_slots == 0
+    is_border = np.frombuffer(bytearray(b"\1") * (len(pairs) + 1), np.bool_)
+    np.not_equal(pairs[1:] - pairs[:-1], _NEXT, out=is_border[1:-1])
     return is_border.nonzero()[0]

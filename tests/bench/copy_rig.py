@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import time
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -22,7 +22,7 @@ from kvoffload.runtime.portal import DaemonExecutor
 from kvoffload.transfer.arena import CHUNK_BYTES, Arena
 from kvoffload.transfer.factory import make_allocator, make_copier
 from kvoffload.transfer.layout import layout_of
-from kvoffload.transfer.ports import Clocks, TicketState
+from kvoffload.transfer.ports import Clocks, Threads, TicketState
 from kvoffload.transfer.runs import merge_runs
 from tests.gates import ManualExecutor
 
@@ -47,7 +47,7 @@ class WrongBytes(KVOffloadError):
     """Raised if a copy failed or copied wrong bytes."""
 
 
-class WatchedExecutor(Executor):
+class WatchedExecutor(Threads):
     """An executor whose `wait` returns when the threads have no work left."""
 
     def __init__(self, threads: int) -> None:
@@ -78,7 +78,7 @@ class Rig:
         self._tensors = self._device.view(regions, self.blocks, page).unbind()
         self.layout = layout_of(self._tensors)
         self.executor = WatchedExecutor(threads)
-        self.copier = make_copier(self.layout, executor=self.executor, clock=Clocks())
+        self.copier = make_copier(self.layout, threads=self.executor, clock=Clocks())
         at_once = ManualExecutor(held=False)
         self.arena = Arena(
             self.layout,

@@ -315,7 +315,7 @@ def test_a_bad_profile_and_one_of_another_driver_are_not_used_and_a_bad_one_logs
 def made_copier(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> CudaCopier:
     engine = Engine(emulator)
     monkeypatch.setattr(factory, "current_stream", lambda device: lambda: engine.stream)
-    copier = factory.make_copier(engine.layout, executor=None, clock=None)  # type: ignore[arg-type]  # of the CPU's
+    copier = factory.make_copier(engine.layout, threads=None, clock=None)  # type: ignore[arg-type]  # of the CPU's
     assert isinstance(copier, CudaCopier)
     assert isinstance(copier.driver, NvidiaDriver)
     return copier

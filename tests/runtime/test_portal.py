@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import operator
 import os
 import socket
 import subprocess
@@ -10,10 +11,12 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for
+from functools import partial
 
 import pytest
 
 from kvoffload.runtime.portal import DaemonExecutor, Portal, PortalClosed
+from tests.captured_logs import capture_logs
 from tests.gates import ThreadGate
 
 PATIENCE_S = 30
@@ -201,6 +204,15 @@ def test_work_that_raises_fails_its_future_and_the_thread_continues() -> None:
     assert executor.submit(int, "1").result(PATIENCE_S) == 1
     with pytest.raises(ValueError, match="invalid literal"):
         failing.result(0)
+    executor.shutdown()
+
+
+def test_a_thread_outlives_a_call_without_a_future_that_raises() -> None:
+    executor = DaemonExecutor("one", 1)
+    with capture_logs() as logs:
+        executor.start(partial(operator.truediv, 1, 0))
+        assert executor.submit(int, "1").result(PATIENCE_S) == 1
+    assert [entry["event"] for entry in logs] == ["call_failed"]
     executor.shutdown()
 
 

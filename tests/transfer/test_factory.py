@@ -15,7 +15,7 @@ from tests.gates import ManualExecutor
 def test_another_kind_of_device_is_refused() -> None:
     layout = DeviceLayout((DeviceRegion(4096, 64, 64, 2, "xpu:0"),))
     with pytest.raises(EngineContractError, match="'xpu:0'"):
-        make_copier(layout, executor=ManualExecutor(), clock=FakeClock())
+        make_copier(layout, threads=ManualExecutor(), clock=FakeClock())
     with pytest.raises(EngineContractError, match="'xpu:0'"):
         make_allocator(layout, executor=ManualExecutor())
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +22,7 @@ from kvoffload.transfer.host_copier import (
     copy_by_memmove,
     cut,
 )
-from kvoffload.transfer.ports import TicketState
+from kvoffload.transfer.ports import Threads, TicketState
 from kvoffload.transfer.runs import CopyRuns
 from tests.gates import ManualExecutor, ThreadGate
 
@@ -55,7 +54,7 @@ class Queue(HostCopier):
         return self.submit(direction, runs, ())
 
 
-def queue_with(executor: Executor, copy: Callable[[CopyRuns], None], clock: FakeClock | None = None) -> Queue:
+def queue_with(executor: Threads, copy: Callable[[CopyRuns], None], clock: FakeClock | None = None) -> Queue:
     return Queue(executor, clock or FakeClock(), copy, piece_bytes=10)
 
 

@@ -105,9 +105,9 @@ async def hand_in_one(rig: Rig, kind: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("slots", "blocks", "reason"),
     [
-        (["one"], [None], "not an integer"),
+        (["one"], [None], "cannot be interpreted as an integer"),
         ([16], [0], "slot 16 is not among the 16"),
-        ([-1], [0], "slot -1 is not among the 16"),
+        ([-1], [0], "negative"),
         ([0], [8], "block 8 is not among the 8"),
         ([0, 1], [0], "2 slots do not pair with 1 blocks"),
         ([], [], "0 slots do not pair with 0 blocks"),
