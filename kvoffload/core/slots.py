@@ -141,7 +141,7 @@ class SlotPool:
         self._states.extend(bytes(more))
         self._keys.extend([None] * more)
         self.order.grow(len(self._states))
-        if not self.fills:
+        if not self.fills:  # it is cheap only while the index is empty
             self.index.expect(len(self._states))
         if self.sessions:
             self.sessions.extend(bytes(more))

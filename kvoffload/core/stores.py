@@ -201,13 +201,11 @@ class Stores:
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
     ) -> tuple[list[Offer], list[BlockKey | None]]:
         """Decline offers of blocks that the engine did not hash; return the rest, with their blocks' keys."""
-        blocks, copied = blocks_of(offers), self._state.leases.counts
-        is_hashed = [holds is not None for holds in held]
-        if NULL_BLOCK in blocks or not copied.keys().isdisjoint(blocks):
-            is_hashed = [
-                hashed or block == NULL_BLOCK or block in copied
-                for hashed, block in zip(is_hashed, blocks, strict=True)
-            ]
+        copied = self._state.leases.counts
+        is_hashed = [
+            holds is not None or block == NULL_BLOCK or block in copied
+            for block, holds in zip(blocks_of(offers), held, strict=True)
+        ]
         unhashed = list(compress(keys_of(offers), map(not_, is_hashed)))
         if unhashed:
             self._state.tally.count_stores(StoreOutcome.NOT_HASHED, len(unhashed))
