@@ -113,7 +113,7 @@ class MissMemory:
     def __init__(self, bound: int = 65_536) -> None:
         parts = _PARTS if bound >= _PARTS * _LEAST_PART else 1
         self._bound = bound // parts
-        self._causes = [OrderedDict[BlockKey, MissCause]() for _ in range(parts)]
+        self._causes: list[OrderedDict[BlockKey, MissCause]] = [OrderedDict() for _ in range(parts)]
         self._before_reset: Mapping[BlockKey, object] = {}
 
     def note(self, keys: Iterable[BlockKey], cause: MissCause) -> None:

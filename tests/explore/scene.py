@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copyreg
 import marshal
-from collections import Counter
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import groupby
@@ -16,6 +17,7 @@ from kvoffload.core.key_index import KeyIndex
 from kvoffload.core.machine import SlotState
 from kvoffload.core.state import Policy
 from kvoffload.core.tally import MissMemory
+from kvoffload.model.causes import MissCause
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.ids import BlockKey, JobId, RequestId, SlotId
 from kvoffload.model.wire import Tier
@@ -116,6 +118,25 @@ def _restored(
 
 
 copyreg.pickle(KeyIndex, _saved)
+
+
+def _saved_causes(misses: MissMemory) -> tuple[Any, ...]:
+    """Save only the dicts that have causes. The empty ones would be a third of a scene."""
+    causes = {number: part for number, part in enumerate(misses._causes) if part}
+    return _restored_causes, (causes, misses._before_reset)
+
+
+def _restored_causes(
+    causes: dict[int, OrderedDict[BlockKey, MissCause]], before_reset: Mapping[BlockKey, object]
+) -> MissMemory:
+    misses = MissMemory()
+    for number, part in causes.items():
+        misses._causes[number] = part
+    misses._before_reset = before_reset
+    return misses
+
+
+copyreg.pickle(MissMemory, _saved_causes)
 
 
 def _forget_steps(world: World) -> None:
