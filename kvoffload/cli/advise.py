@@ -91,7 +91,7 @@ def _scraped(source: str) -> dict[str, Reading]:
     try:
         server = Server(page_url(source))
     except CommandError as error:
-        raise CommandError(f"{error}, nor an existing file") from error
+        raise CommandError(f"{error}; there is no such file either") from error
     server.scrape()
     if server.problem:
         hint = "" if "://" in source else f"; a file {source} does not exist or cannot be looked up either"

@@ -211,8 +211,9 @@ def page_url(text: str) -> str:
     except ValueError:
         is_good = False
     if not is_good:
+        shown = text.rpartition("@")[2]  # without a user or a password
         raise CommandError(
-            f"{text!r} is not the URL of a page of metrics, such as http://127.0.0.1:9464/metrics, nor HOST:PORT or PORT"
+            f"{shown!r} is not the URL of a page of metrics, such as http://127.0.0.1:9464/metrics, nor HOST:PORT or PORT"
         )
     if parts.username is not None:
         raise CommandError(f"the URL of {parts.hostname} must not have a user or a password")

@@ -69,6 +69,7 @@ class OpenJob(Struct, eq=False):
 
         Raises:
             CopyError: the job is empty, its slots and blocks differ in number, or a slot or block does not exist.
+            OverflowError: a slot or block is negative.
         """
         job = self.job
         if len(job.targets) != len(job.slots) or not job.slots:

@@ -259,7 +259,7 @@ def test_a_source_that_cannot_be_read_is_an_error(tmp_path: Path, capsys: pytest
     assert "not reachable" in (said := capsys.readouterr().err)
     assert "a file 127.0.0.1:1 does not exist" in said
     assert main(["advise", str(tmp_path / "none")]) == Exit.USAGE
-    assert "nor an existing file" in capsys.readouterr().err
+    assert "; there is no such file either" in capsys.readouterr().err
     for name in ("none.invalid", "long" * 99):
         assert main(["advise", name]) == Exit.USAGE
         assert f"a file {name} does not exist" in capsys.readouterr().err

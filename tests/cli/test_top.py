@@ -287,6 +287,14 @@ def test_a_password_in_a_url_is_refused_and_not_printed() -> None:
     for text in ("http://user:secret@h:1/metrics", "user:secret@h:1"):
         with pytest.raises(CommandError, match=r"^the URL of h must not have a user or a password$"):
             page_url(text)
+    for text in (
+        "http://user:secret@h:99999",
+        "user:secret@h:x",
+        "ftp://user:secret@h",
+        "http://user:sec?ret@h",
+    ):
+        with pytest.raises(CommandError, match=r"^'h\b.* is not the URL"):
+            page_url(text)
 
 
 def test_a_stopped_server_keeps_its_rows_and_gets_an_error_line(engine: Engine) -> None:
