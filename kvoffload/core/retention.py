@@ -199,8 +199,7 @@ class Retention:
             count = tokens // self._block_tokens
             if len(record.keys) == 1:
                 return record.keys[0][:count]
-            # Groups with equal blocks have equally many keys.
-            whole_blocks = range(min(count, len(record.keys[0])))
+            whole_blocks = range(min(count, *map(len, record.keys)))
             return [keys[position] for position in whole_blocks for keys in record.keys]
         numbered: list[tuple[int, BlockKey]] = []
         for group, of_group in zip(self._groups, record.keys, strict=True):
