@@ -30,7 +30,10 @@ RemovedCallback = Callable[[str, Exception], object]
 
 
 class Batch(Struct, frozen=True, gc=False):
-    """The messages of one hook, the number of messages before them, and the hook's monotonic time."""
+    """The messages of one hook, the number of messages before them, and the hook's monotonic time.
+
+    The garbage collector ignores it, as it ignores `Message`.
+    """
 
     before: int
     at: float

@@ -136,3 +136,15 @@ def test_removing_a_slot_that_is_not_evictable_is_an_error() -> None:
         with pytest.raises(KeyError):
             order.remove([SlotId(slot)])
     assert list(order) == [1]
+
+
+def test_hooks_that_fill_a_pool_split_no_dict_of_its_index() -> None:
+    """Splitting a dict of 2,048 keys takes most of a millisecond. An empty one is split when memory grows."""
+    pool, slots = SlotPool(), 10_000
+    pool.grow(slots // 2)
+    pool.grow(slots)
+    parts = [*pool.index.parts]
+    pool.fill(pool.reserve([BlockKey(bytes([number % 256, number // 256])) for number in range(slots)])[0])
+    assert all(now is before for now, before in zip(pool.index.parts, parts, strict=True))
+    pool.grow(100 * slots)
+    assert all(now is before for now, before in zip(pool.index.parts, parts, strict=True))
