@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     The exit code says whether a check has failed or, if not, whether a goal was missed.
 
     Raises:
-        CommandError: there is no GPU, a part is unknown, or the output is not a file.
+        CommandError: there is no GPU, a part is unknown, or the output is not a file or ends in `.log`.
         OutputError: the result cannot be written.
     """
     from kvoffload.gpu_check.parts import Line, Options, lines_of
@@ -90,6 +90,8 @@ def run(args: argparse.Namespace) -> int:
     options = Options(args.device, max(args.copy_bytes >> 20, 1) << 20, args.repeats, args.host_bytes)
     chosen = _chosen(args.only)
     log = args.output.with_suffix(".log")
+    if log == args.output:
+        raise CommandError("--output must not end in .log, the ending of the file for what the parts print")
     with written(log):
         pass  # empty the log, and fail early if the folder is missing or not writable
     about, found = _about(options), list[Line]()

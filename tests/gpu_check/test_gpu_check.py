@@ -98,6 +98,14 @@ def test_an_unknown_part_is_one_error_and_leaves_no_file(
     assert "unknown part 'bites'; choose from device, bytes, speeds, " in capsys.readouterr().err
 
 
+def test_an_output_in_the_logs_place_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = tmp_path / "run.log"
+    there.write_text("an earlier run")
+    assert main(["gpu-check", "--output", str(there)]) == Exit.USAGE
+    assert "must not end in .log" in capsys.readouterr().err
+    assert there.read_text() == "an earlier run"
+
+
 def test_without_a_gpu_it_prints_one_line_and_leaves_no_file(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
