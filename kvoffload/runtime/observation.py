@@ -75,7 +75,7 @@ class Observation:
             on_failure=self._journal_failed,
         )
         self.counters = Counters(tiers)
-        self.counters.subscribe(bus, bus.hook.spent)
+        self.counters.subscribe(bus)
         self.pins = PinAges(bus)
         self.curve: CapacityCurve | None = None
         self.journal.subscribe(bus)

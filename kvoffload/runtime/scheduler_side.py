@@ -7,6 +7,7 @@ step return a result, so they call the core themselves.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvoffload.bus.bus import Bus
@@ -260,6 +261,9 @@ class SchedulerSide:
                 self._take_facts(batch)
                 break
         self.bus.dispatch(batch)
+        hook = self._hook
+        hook.steps.append(hook.spent)
+        hook.spent = defaultdict(float)
         if fact.step % _TICK_STEPS == _TICK_AT:
             self.bus.tick()
         jobs = self._jobs
@@ -268,7 +272,7 @@ class SchedulerSide:
         for outbox in tiers.outboxes:
             if outbox:
                 tiers.send()
-        self._hook.spent[_STEP] += self._clocks.monotonic() - began
+        hook.spent[_STEP] += self._clocks.monotonic() - began
         return plan
 
     def _time_out(self, began: float) -> None:

@@ -7,14 +7,14 @@ waits for a scrape. If the engine counts an event during the snapshot, the snaps
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
-from kvoffload.bus.bus import Bus
+from kvoffload.bus.bus import Bus, Tick
 from kvoffload.model import events, facts
 from kvoffload.model.causes import MissCause
 from kvoffload.model.wire import LOWER_TIERS, Tier
@@ -166,32 +166,29 @@ class Counters:
         self._fetched_tokens = self._counts["kvoffload_fetched_tokens_total"]
         self._misses = self._counts["kvoffload_miss_blocks_total"]
 
-    def subscribe(self, bus: Bus, spent: dict[Hook, float] | None = None) -> None:
-        """Start to count the messages on the bus.
+    def subscribe(self, bus: Bus) -> None:
+        """Start to count the bus's messages, and the seconds that its hooks take.
 
-        Args:
-            bus: the bus to observe.
-            spent: the seconds that each hook has taken. Each step adds a sample for each hook, and clears them.
+        The hooks of many steps are counted at once, which takes much less time than counting those of each step.
         """
         observers: list[tuple[type, Callable[[Any], None]]] = [*self._by_event().items()]
-        if spent is not None:
-            observers.append((facts.StepScheduled, partial(self.hooks, spent)))
+        observers += [(each, partial(self.hooks, bus.hook.steps)) for each in (Tick, events.RequestsEnded)]
         for cls, count in observers:
             named: Any = partial(count)  # a bound method's `__qualname__` cannot be set
             named.__qualname__ = "counters"
             bus.count(cls, named)
 
-    def hooks(self, spent: dict[Hook, float], _: facts.StepScheduled | None = None) -> None:
-        """Add a sample for each hook, and clear the seconds that were spent."""
+    def hooks(self, steps: deque[dict[Hook, float]], _: Tick | events.RequestsEnded | None = None) -> None:
+        """Add samples for steps, and remove the steps: for each hook of a step, the seconds that the hook has taken."""
         hooks = self._hooks
-        for name, seconds in spent.items():
-            # Every step counts its hooks, so `Histogram.observe` is inlined.
-            one = hooks[name]
-            one.counts[bisect_left(one.bounds, seconds)] += 1
-            one.total += seconds
-            if one.kept is not None and len(one.kept) < _KEPT:
-                one.kept.append(seconds)
-        spent.clear()
+        while steps:
+            for name, seconds in steps.popleft().items():
+                # Every step has hooks to count, so `Histogram.observe` is inlined.
+                one = hooks[name]
+                one.counts[bisect_left(one.bounds, seconds)] += 1
+                one.total += seconds
+                if one.kept is not None and len(one.kept) < _KEPT:
+                    one.kept.append(seconds)
 
     def add(self, name: str, *labels: str) -> None:
         self.changes += 1

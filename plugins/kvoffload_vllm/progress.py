@@ -36,7 +36,7 @@ _make_progress: Callable[[tuple[RequestId, int, _Table, _Keys]], facts.Progress]
 )
 """Creates a `facts.Progress` in a third of the constructor's time. A step creates many of them."""
 
-_LEAST_PART = 32
+_LEAST_PART = 64
 """A batch with more decoding requests than this is reported in parts."""
 
 

@@ -225,7 +225,7 @@ class VllmScheduler:
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         reported = connector_output.kv_connector_worker_meta
-        if isinstance(reported, KVOffloadWorkerMetadata):
+        if type(reported) is KVOffloadWorkerMetadata:  # `isinstance` would ask the abstract base class
             self.offload.reported(reported.reports)
 
     def request_finished_all_groups(

@@ -21,6 +21,7 @@ def waited(side: Side, reason: str = "own_load") -> float:
 
 
 def lost(side: Side, direction: str) -> float:
+    side.side.bus.tick()  # measures the steps since the last tick
     return side.gauge("interference_seconds_total", direction)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
@@ -34,7 +35,7 @@ class Engine(FakeSource):
     def step(self, *events: Event, is_busy: bool = False) -> Payload | None:
         for event in events:
             self.bus.publish(event)
-        self.counters.hooks({Hook.STEP: 1e-5})
+        self.counters.hooks(deque([{Hook.STEP: 1e-5}]))
         return self.changes.take(is_busy=is_busy)
 
     def changed(self, *events: Event) -> Payload:
@@ -147,7 +148,7 @@ def test_the_number_of_untaken_samples_is_bounded() -> None:
     engine = Engine()
     limit = counters_module._KEPT
     for _ in range(limit + 10):
-        engine.counters.hooks({Hook.STEP: 1e-5})
+        engine.counters.hooks(deque([{Hook.STEP: 1e-5}]))
     samples = engine.counters.take_samples()["kvoffload_hook_seconds"][("step",)]
     assert len(samples) == limit
     assert engine.counters.take_samples() == {}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from collections import deque
 
 import pytest
 from hypothesis import example, given
@@ -182,8 +183,8 @@ def test_successful_copies_are_timed_and_failed_ones_are_not() -> None:
 
 def test_each_hook_of_a_step_adds_a_sample() -> None:
     counters = Counters()
-    counters.hooks({Hook.LOOKUP: 1e-6, Hook.STEP: 1e-6})
-    counters.hooks({Hook.LOOKUP: 1e3})
+    counters.hooks(deque([{Hook.LOOKUP: 1e-6, Hook.STEP: 1e-6}]))
+    counters.hooks(deque([{Hook.LOOKUP: 1e3}]))
     series = counters.snapshot().distributions["kvoffload_hook_seconds"]
     assert (series[("lookup",)].counts[0], series[("lookup",)].counts[-1]) == (1, 1)
     assert series[("step",)].samples == 1
@@ -222,7 +223,7 @@ def test_a_snapshot_does_not_change_afterwards() -> None:
     counters.subscribe(bus)
     snapshot = counters.snapshot()
     bus.publish(BlocksOffered(1))
-    counters.hooks({Hook.STEP: 1.0})
+    counters.hooks(deque([{Hook.STEP: 1.0}]))
     assert snapshot == Counters().snapshot()
 
 

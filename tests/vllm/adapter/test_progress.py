@@ -105,7 +105,7 @@ def test_progress_of_decoding_requests_is_reported_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("running", "parts"), [(32, [32, 0, 0, 0]), (100, [32, 32, 32, 4]), (200, [50, 50, 50, 50])]
+    ("running", "parts"), [(64, [64, 0, 0, 0]), (150, [64, 64, 22, 0]), (400, [100, 100, 100, 100])]
 )
 def test_progress_of_a_large_batch_is_reported_in_parts(running: int, parts: list[int]) -> None:
     """No hook handles a whole large batch, but each request has its turn before the next turns begin."""

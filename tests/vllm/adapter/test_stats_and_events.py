@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,7 +27,7 @@ def test_stats_are_added_to_the_metrics_of_the_front_end() -> None:
 
     offload = FakeSource({"kvoffload_capacity_slots": {("host",): 3}})
     changes = Changes(offload)
-    offload.counters.hooks({Hook.STEP: 2e-6})
+    offload.counters.hooks(deque([{Hook.STEP: 2e-6}]))
     offload.counters.add("kvoffload_journal_write_errors_total")
     changed = changes.take()
     assert changed is not None
