@@ -134,17 +134,29 @@ class LruOrder:
         self.count += joined
 
     def remove(self, slots: Sequence[SlotId]) -> None:
-        """Remove slots. The order must contain all of them."""
-        after, before = self._after, self._before
+        """Remove slots. The order must contain all of them.
+
+        Slots that joined together are neighbours, and mostly leave together from the last to the first. So the links
+        around a gap are written once, when it is complete.
+        """
+        after, before, last_ended = self._after, self._before, self._last_ended
+        preceding: int = _END
+        following = after[_END]
         for slot in slots:
-            following, preceding = after[slot], before[slot]
-            if following == _ABSENT:
+            behind = after[slot]
+            if behind == _ABSENT:
                 raise KeyError(slot)
-            after[preceding] = following
-            before[following] = preceding
+            if slot != preceding:  # a new gap
+                after[preceding] = following
+                before[following] = preceding
+                following = behind
+            preceding = before[slot]
             after[slot] = _ABSENT
-            if slot == self._last_ended:
-                self._last_ended = SlotId(preceding)
+            if slot == last_ended:
+                last_ended = SlotId(preceding)
+        after[preceding] = following
+        before[following] = preceding
+        self._last_ended = last_ended
         self.count -= len(slots)
 
     def take(self, count: int, now: float) -> Sequence[SlotId]:

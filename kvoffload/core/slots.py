@@ -234,11 +234,11 @@ class SlotPool:
             IllegalTransition: a slot cannot hit; nothing has changed.
         """
         pins, once = self.pins, dict.fromkeys(slots, 1)
-        again = pins.keys() & slots
+        again = () if pins.keys().isdisjoint(once) else pins.keys() & slots
         for slot in again:
             if self._states[slot] != _PINNED:
                 raise IllegalTransition("slot", SlotState(self._states[slot]), SlotEvent.PIN)
-        if new := [slot for slot in once if slot not in again]:
+        if new := [slot for slot in once if slot not in again] if again else list(once):
             self._move_all(new, SlotEvent.PIN)
             self.order.remove(self._not_held(new))
         if again or len(once) < len(slots):
