@@ -16,12 +16,15 @@ class EvictionWatch:
     request offers the block again, but only once.
 
     Requests with the same prefix offer the same keys, so they share one `Watch`, which costs each of them one entry
-    instead of one per block. The only writer of `RequestRecord.watched` and `stored_again`.
+    instead of one per block. Most keys are in a single watch, so that a few calls add and drop all keys of a long prefix.
+    The only writer of `RequestRecord.watched` and `stored_again`.
     """
 
     def __init__(self) -> None:
-        self.watches: dict[BlockKey, dict[Watch, int]] = {}
-        """For each watched key, the watches that contain the key, and its place in each of them."""
+        self.watches: dict[BlockKey, Watch] = {}
+        """For each watched key, the first watch that contains the key."""
+        self.others: dict[BlockKey, list[Watch]] = {}
+        """For each key that several watches contain, the others."""
         self._open: dict[tuple[BlockKey, ...], Watch] = {}
         """The watches that further requests may join, by their keys."""
 
@@ -35,8 +38,7 @@ class EvictionWatch:
         watch = self._open.get(keys)
         if watch is None:
             watch = self._open[keys] = Watch(keys)
-            for place, key in enumerate(keys):
-                self.watches.setdefault(key, {})[watch] = place
+            self._enter(watch)
         if record not in watch.offers:
             record.watched.append(watch)
         watch.offers[record] = offer
@@ -45,11 +47,14 @@ class EvictionWatch:
         """Return the remembered offers of keys that the host has evicted, and forget them."""
         again: list[Offer] = []
         for key in keys:
-            for watch, place in self.watches.pop(key, {}).items():
+            if (first := self.watches.pop(key, None)) is None:
+                continue
+            for watch in (first, *self.others.pop(key, ())):
                 self._close(watch)
+                watch.places = watch.places or {each: place for place, each in enumerate(watch.keys)}
                 for record, offer in watch.offers.items():
                     record.stored_again.add(key)
-                    again.append(offer.one(place))
+                    again.append(offer.one(watch.places[key]))
         return again
 
     def forget(self, record: RequestRecord) -> None:
@@ -60,14 +65,34 @@ class EvictionWatch:
                 self._drop(watch)
         record.watched.clear()
 
+    def _enter(self, watch: Watch) -> None:
+        shared = self.watches.keys() & watch.keys
+        for key in shared:
+            self.others.setdefault(key, []).append(watch)
+            self.watches[key].is_alone = watch.is_alone = False
+        self.watches |= dict.fromkeys(
+            [key for key in watch.keys if key not in shared] if shared else watch.keys, watch
+        )
+
     def _drop(self, watch: Watch) -> None:
         """Forget a watch that no request needs any more."""
+        watches, others = self.watches, self.others
+        if watch.is_open and watch.is_alone:
+            for key in watch.keys:
+                del watches[key]
+        else:
+            for key in watch.keys:
+                rest = others.get(key, [])
+                if watches.get(key) is not watch:
+                    if watch in rest:
+                        rest.remove(watch)
+                elif rest:
+                    watches[key] = rest.pop(0)
+                else:
+                    del watches[key]
+                if not rest:
+                    others.pop(key, None)
         self._close(watch)
-        for key in watch.keys:
-            watches = self.watches.get(key, {})
-            watches.pop(watch, None)
-            if not watches:
-                self.watches.pop(key, None)
 
     def _close(self, watch: Watch) -> None:
         """Let no further request join a watch, because it lacks a key, or because no request needs it."""

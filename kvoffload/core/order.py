@@ -111,27 +111,40 @@ class LruOrder:
         self.count += len(slots)
 
     def renew(self, slots: Sequence[SlotId], now: float) -> None:
-        """Make slots the most recently used, the last one most recently, whether they are in the order or not."""
-        after, before, used_at = self._after, self._before, self.used_at
-        last, joined = before[-1], 0
+        """Make slots the most recently used, the last one most recently, whether they are in the order or not.
+
+        The slots of a prefix mostly joined together, so they are neighbours, and move together.
+        """
+        after, used_at, last_ended = self._after, self.used_at, self._last_ended
+        head: int = _END  # the first of the neighbours to move, the last of them, and the slot behind them
+        tail: int = _END
+        following: int = _END
         for slot in slots:
             used_at[slot] = now
-            if (following := after[slot]) == _ABSENT:
-                joined += 1
-            else:
-                preceding = before[slot]
-                if slot == self._last_ended:
-                    self._last_ended = SlotId(preceding)
-                if slot == last:
-                    continue  # it is at the end already
-                after[preceding] = following
-                before[following] = preceding
-            after[last] = slot
-            before[slot] = last
-            last = slot
-        after[last] = _END
-        before[_END] = last
-        self.count += joined
+            if slot != following:
+                self._move_to_end(head, tail, following)
+                head = slot
+            if slot == last_ended:
+                self._last_ended = last_ended = SlotId(self._before[head])
+            tail, following = slot, after[slot]
+        self._move_to_end(head, tail, following)
+
+    def _move_to_end(self, head: int, tail: int, following: int) -> None:
+        """Move the slots from `head` to `tail`, which `following` follows, or add a slot that is not in the order."""
+        after, before = self._after, self._before
+        if following == _END:  # they are at the end already, or there are none
+            return
+        if following == _ABSENT:
+            self.count += 1
+        else:
+            preceding = before[head]
+            after[preceding] = following
+            before[following] = preceding
+        last = before[_END]
+        after[last] = head
+        before[head] = last
+        after[tail] = _END
+        before[_END] = tail
 
     def remove(self, slots: Sequence[SlotId]) -> None:
         """Remove slots. The order must contain all of them.

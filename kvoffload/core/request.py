@@ -58,11 +58,15 @@ class Watch(Struct, eq=False):
         keys: the keys, in the order of each request's offer.
         offers: for each request that offered exactly these keys, its offer. `EvictionWatch` writes it.
         is_open: True if further requests may join. False once the host has evicted one of the keys.
+        is_alone: True if no other watch has contained one of the keys.
+        places: each key's place among the keys; empty until the host evicts one of them.
     """
 
     keys: tuple[BlockKey, ...]
     offers: dict[RequestRecord, Any] = {}
     is_open: bool = True
+    is_alone: bool = True
+    places: dict[BlockKey, int] = {}
 
 
 class Rest(Struct):

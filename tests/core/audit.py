@@ -163,8 +163,10 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
     owners = {(slot, record): True for slot, records in state.requests.loading.items() for record in records}
     loading = {(slot, record): True for record in live for slot in record.loading}
     yield "slots that others wait for", owners, loading
-    kept = stores.evictions.watches.items()
-    watches = {(key, record): True for key, each in kept for watch in each for record in watch.offers}
+    first, others = stores.evictions.watches, stores.evictions.others
+    kept = {key: [watch, *others.get(key, ())] for key, watch in first.items()}
+    yield "keys of several watches", others, {key: each[1:] for key, each in kept.items() if each[1:]}
+    watches = {(key, record): True for key, each in kept.items() for watch in each for record in watch.offers}
     watched = {
         (key, record): True
         for record in live

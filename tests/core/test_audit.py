@@ -10,7 +10,7 @@ import pytest
 from kvoffload.core.jobs import Leases, Owner, Spill, Store
 from kvoffload.core.machine import SlotState
 from kvoffload.core.offload_core import OffloadCore
-from kvoffload.core.request import RequestRecord
+from kvoffload.core.request import RequestRecord, Watch
 from kvoffload.core.tally import MissMemory, Tally
 from kvoffload.core.tiers import DiskTier
 from kvoffload.model.causes import DegradeCause, EvictionCause, MissCause
@@ -100,7 +100,7 @@ LEFT: dict[str, Callable[[OffloadCore], object]] = {
     "keys in flight": lambda core: core.stores.in_flight.keys.setdefault(KEY, Store(core.stores, [], [])),
     "offers without an outcome": lambda core: core.state.tally.offered(1),
     "slots that others wait for": lambda core: core.state.requests.loading.setdefault(SlotId(0), []),
-    "keys watched for eviction": lambda core: core.stores.evictions.watches.setdefault(KEY, {}),
+    "keys watched for eviction": lambda core: core.stores.evictions.watches.setdefault(KEY, Watch((KEY,))),
     "keys being written to the disk": lambda core: disk(core).in_flight.keys.setdefault(KEY, a_spill()),
     "blocks being read from the disk": lambda core: disk(core).pool.pin([*disk(core).pool.index.values()]),
     "filling slots of the disk": lambda core: disk(core).pool.reserve([KEY]),

@@ -595,12 +595,29 @@ def test_r8_requests_with_one_prefix_share_its_watch_until_the_last_of_them_ends
     world = World(host=3)
     world.serve("first", TEXT)
     requests = [world.computed(name, TEXT) for name in "abc"]
-    watches = world.core.stores.evictions.watches
-    assert [len(each) for each in watches.values()] == [1, 1, 1]
+    evictions = world.core.stores.evictions
+    assert (len(evictions.watches), evictions.others) == (3, {})
     for request in requests:
-        assert len(watches) == 3
+        assert len(evictions.watches) == 3
         world.end(request)
-    assert watches == {}
+    assert evictions.watches == {}
+
+
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_r8_requests_that_share_only_a_part_of_a_prefix_watch_it_until_the_last_of_them_ends(
+    first: int,
+) -> None:
+    world = World(host=5)
+    prompts = ["abcd0123e", "abcd4567e", "abcd0123e"]
+    for number, prompt in enumerate(prompts[:2]):
+        world.serve(f"first{number}", prompt)
+    requests = [world.computed(name, prompt) for name, prompt in zip("abc", prompts, strict=True)]
+    evictions = world.core.stores.evictions
+    assert (len(evictions.watches), [*map(len, evictions.others.values())]) == (3, [1])
+    for request in requests[first:] + requests[:first]:
+        assert len(evictions.watches) >= 2
+        world.end(request)
+    assert (evictions.watches, evictions.others) == ({}, {})
 
 
 @pytest.mark.parametrize("how", ["stored", "hit"])
