@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvoffload.core.jobs import Offer
+from kvoffload.core.owners import Owners
 from kvoffload.core.request import RequestRecord, Watch
 from kvoffload.model.ids import BlockKey
 
@@ -16,15 +17,12 @@ class EvictionWatch:
     request offers the block again, but only once.
 
     Requests with the same prefix offer the same keys, so they share one `Watch`, which costs each of them one entry
-    instead of one per block. Most keys are in a single watch, so that a few calls add and drop all keys of a long prefix.
-    The only writer of `RequestRecord.watched` and `stored_again`.
+    instead of one per block. The only writer of `RequestRecord.watched` and `stored_again`.
     """
 
     def __init__(self) -> None:
-        self.watches: dict[BlockKey, Watch] = {}
-        """For each watched key, the first watch that contains the key."""
-        self.others: dict[BlockKey, list[Watch]] = {}
-        """For each key that several watches contain, the others."""
+        self.watches = Owners[BlockKey, Watch]()
+        """For each watched key, the watches that contain the key."""
         self._open: dict[tuple[BlockKey, ...], Watch] = {}
         """The watches that further requests may join, by their keys."""
 
@@ -38,7 +36,7 @@ class EvictionWatch:
         watch = self._open.get(keys)
         if watch is None:
             watch = self._open[keys] = Watch(keys)
-            self._enter(watch)
+            self.watches.add(keys, watch)
         if record not in watch.offers:
             record.watched.append(watch)
         watch.offers[record] = offer
@@ -47,9 +45,7 @@ class EvictionWatch:
         """Return the remembered offers of keys that the host has evicted, and forget them."""
         again: list[Offer] = []
         for key in keys:
-            if (first := self.watches.pop(key, None)) is None:
-                continue
-            for watch in (first, *self.others.pop(key, ())):
+            for watch in self.watches.pop(key):
                 self._close(watch)
                 watch.places = watch.places or {each: place for place, each in enumerate(watch.keys)}
                 for record, offer in watch.offers.items():
@@ -65,34 +61,10 @@ class EvictionWatch:
                 self._drop(watch)
         record.watched.clear()
 
-    def _enter(self, watch: Watch) -> None:
-        shared = self.watches.keys() & watch.keys
-        for key in shared:
-            self.others.setdefault(key, []).append(watch)
-            self.watches[key].is_alone = watch.is_alone = False
-        self.watches |= dict.fromkeys(
-            [key for key in watch.keys if key not in shared] if shared else watch.keys, watch
-        )
-
     def _drop(self, watch: Watch) -> None:
         """Forget a watch that no request needs any more."""
-        watches, others = self.watches, self.others
-        if watch.is_open and watch.is_alone:
-            for key in watch.keys:
-                del watches[key]
-        else:
-            for key in watch.keys:
-                rest = others.get(key, [])
-                if watches.get(key) is not watch:
-                    if watch in rest:
-                        rest.remove(watch)
-                elif rest:
-                    watches[key] = rest.pop(0)
-                else:
-                    del watches[key]
-                if not rest:
-                    others.pop(key, None)
         self._close(watch)
+        self.watches.remove(watch.keys, watch)
 
     def _close(self, watch: Watch) -> None:
         """Let no further request join a watch, because it lacks a key, or because no request needs it."""

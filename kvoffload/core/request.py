@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from msgspec import Struct
 
 from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
+from kvoffload.core.owners import Owners
 from kvoffload.model.causes import MissCause
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.facts import NO_LIMITS, Limits
@@ -58,14 +59,12 @@ class Watch(Struct, eq=False):
         keys: the keys, in the order of each request's offer.
         offers: for each request that offered exactly these keys, its offer. `EvictionWatch` writes it.
         is_open: True if further requests may join. False once the host has evicted one of the keys.
-        is_alone: True if no other watch has contained one of the keys.
         places: each key's place among the keys; empty until the host evicts one of them.
     """
 
     keys: tuple[BlockKey, ...]
     offers: dict[RequestRecord, Any] = {}
     is_open: bool = True
-    is_alone: bool = True
     places: dict[BlockKey, int] = {}
 
 
@@ -265,7 +264,7 @@ class Requests:
     def __init__(self) -> None:
         self.live: dict[RequestId, RequestRecord] = {}
         self.finishing: set[RequestRecord] = set()
-        self.loading: dict[SlotId, list[RequestRecord]] = {}
+        self.loading = Owners[SlotId, RequestRecord]()
         """The requests that load each slot."""
         self.reserved = 0
         """How many device blocks all requests reserve together."""
@@ -325,8 +324,7 @@ class Requests:
         if record.loading:
             return
         record.loading = tuple(slots)
-        for slot in record.loading:
-            self.loading.setdefault(slot, []).append(record)
+        self.loading.add(record.loading, record)
 
     def stores(self, concerns: dict[RequestRecord, None], offers: Iterable[Any]) -> None:
         """Count a store as a job of each request whose blocks the store copies.
@@ -352,14 +350,10 @@ class Requests:
 
     def loader(self, slots: Iterable[SlotId]) -> RequestId | None:
         """Return the first request that is loading one of these slots, or None."""
-        loading = self.loading.get
-        return next((found[0].request for slot in slots if (found := loading(slot))), None)
+        loading = self.loading.first
+        return next((loading[slot].request for slot in slots if slot in loading), None)
 
     def load_is_over(self, record: RequestRecord) -> None:
         """Record that other requests need not wait for this request's load any more."""
         slots, record.loading = record.loading, ()
-        for slot in slots:
-            loading = self.loading[slot]
-            loading.remove(record)
-            if not loading:
-                del self.loading[slot]
+        self.loading.remove(slots, record)

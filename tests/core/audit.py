@@ -12,6 +12,7 @@ from kvoffload.core.host import HostState
 from kvoffload.core.jobs import DeviceJob, Fetch, Job, Load, Spill, Store
 from kvoffload.core.machine import JobState, RequestState, SlotState
 from kvoffload.core.offload_core import OffloadCore
+from kvoffload.core.owners import Key, Owner, Owners
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.slots import SlotPool
 from kvoffload.core.state import CoreState
@@ -160,13 +161,13 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
     yield "keys in flight", in_flight.keys, keys | _keys(opened, Fetch)
     duplicates = dict.fromkeys(in_flight.duplicates, True)
     yield "keys that offers wait for", duplicates, {key: key in in_flight.keys for key in duplicates}
-    owners = {(slot, record): True for slot, records in state.requests.loading.items() for record in records}
+    owners = {
+        (slot, record): True for slot, records in by_key(state.requests.loading).items() for record in records
+    }
     loading = {(slot, record): True for record in live for slot in record.loading}
     yield "slots that others wait for", owners, loading
-    first, others = stores.evictions.watches, stores.evictions.others
-    kept = {key: [watch, *others.get(key, ())] for key, watch in first.items()}
-    yield "keys of several watches", others, {key: each[1:] for key, each in kept.items() if each[1:]}
-    watches = {(key, record): True for key, each in kept.items() for watch in each for record in watch.offers}
+    kept = by_key(stores.evictions.watches).items()
+    watches = {(key, record): True for key, each in kept for watch in each for record in watch.offers}
     watched = {
         (key, record): True
         for record in live
@@ -181,6 +182,15 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
         fetches = [job for job in jobs if isinstance(job, Fetch) and not job.settled]
         read = Counter(slot for job in fetches for slot in job.tier_slots)
         yield f"pins of the {name}", tier.pool.pins, read
+
+
+def by_key(owners: Owners[Key, Owner]) -> dict[Key, list[Owner]]:
+    """Return each key's owners, after checking that each of them is listed once."""
+    found = {key: [first, *owners.others.get(key, ())] for key, first in owners.first.items()}
+    assert all(owners.others.values()), owners.others
+    assert owners.others.keys() <= found.keys(), owners.others
+    assert all(len(set(each)) == len(each) for each in found.values()), found
+    return found
 
 
 def _keys(jobs: Iterable[Job], kind: type[Fetch | Spill]) -> dict[Any, Job]:

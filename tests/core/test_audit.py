@@ -87,6 +87,7 @@ def test_a_large_memory_of_misses_is_bounded_in_parts() -> None:
 # -- at rest ------------------------------------------------------------------------------------------------------
 
 KEY = BlockKey(b"x")
+RECORD = RequestRecord(RequestId("x"), 1, ())
 LEFT: dict[str, Callable[[OffloadCore], object]] = {
     "slots in all states": lambda core: core.state.pool._counts.__setitem__(SlotState.EMPTY, 1),
     "keys of slots that can hit": lambda core: core.state.pool.index.parts[0].setdefault(KEY, SlotId(0)),
@@ -95,12 +96,12 @@ LEFT: dict[str, Callable[[OffloadCore], object]] = {
     "slots that can be evicted": lambda core: core.state.pool.order.remove([SlotId(0)]),
     "slots that requests hold": lambda core: core.state.pool.hold([SlotId(0)]),
     "leases": lambda core: core.state.leases.take([DeviceBlockId(1)]),
-    "ended requests": lambda core: core.state.requests.finishing.add(RequestRecord(RequestId("x"), 1, ())),
+    "ended requests": lambda core: core.state.requests.finishing.add(RECORD),
     "device blocks in tables": lambda core: core.state.tables.shared.setdefault(DeviceBlockId(1), []),
     "keys in flight": lambda core: core.stores.in_flight.keys.setdefault(KEY, Store(core.stores, [], [])),
     "offers without an outcome": lambda core: core.state.tally.offered(1),
-    "slots that others wait for": lambda core: core.state.requests.loading.setdefault(SlotId(0), []),
-    "keys watched for eviction": lambda core: core.stores.evictions.watches.setdefault(KEY, Watch((KEY,))),
+    "slots that others wait for": lambda core: core.state.requests.loading.add((SlotId(0),), RECORD),
+    "keys watched for eviction": lambda core: core.stores.evictions.watches.add((KEY,), Watch((KEY,))),
     "keys being written to the disk": lambda core: disk(core).in_flight.keys.setdefault(KEY, a_spill()),
     "blocks being read from the disk": lambda core: disk(core).pool.pin([*disk(core).pool.index.values()]),
     "filling slots of the disk": lambda core: disk(core).pool.reserve([KEY]),

@@ -23,6 +23,7 @@ from kvoffload.model.ids import BlockKey, JobId, SlotId
 from kvoffload.model.wire import Direction, Tier, TransferPlan
 from kvoffload.telemetry.counters import Counters
 from tests.conservation import conservation
+from tests.core.audit import by_key
 from tests.core.disk_world import DiskWorld
 from tests.core.world import (
     CORRUPT,
@@ -287,7 +288,7 @@ class Everything(RuleBasedStateMachine):
             expected = 0
         answer = world.lookup(request, may_wait=may_wait)
         hit = record.hit
-        others = {slot for slot, owners in state.requests.loading.items() if set(owners) - {record}}
+        others = {slot for slot, owners in by_key(state.requests.loading).items() if set(owners) - {record}}
         if answer is None:
             assert may_wait
             assert expected
@@ -398,7 +399,7 @@ class WithDisk(Everything):
         answer = world.lookup(request, may_wait=may_wait)
         if answer is None:
             assert may_wait
-            loading = state.requests.loading.values()
+            loading = by_key(state.requests.loading).values()
             assert world.disk.fetching or any(set(each) - {record} for each in loading)
             return None
         is_barred = not record.reads_cache or record.load_failed or state.degraded is not None

@@ -17,6 +17,7 @@ from kvoffload.model.events import (
 from kvoffload.model.groups import GroupSpec
 from kvoffload.model.ids import DeviceBlockId, Rank, RequestId
 from kvoffload.model.wire import NOTHING, Direction, TransferReport
+from tests.core.audit import by_key
 from tests.core.fingerprint import fingerprint
 from tests.core.world import CORRUPT, DONE, FAILED, TEXT, World, cached, full, key_at, keys_of, window
 from tests.operations import calls
@@ -539,7 +540,9 @@ def test_r14_no_request_waits_for_an_owner_that_was_allocated_again() -> None:
     world = cached()
     owner = world.loading()
     world.finish()
-    owners = {record.request for each in world.core.state.requests.loading.values() for record in each}
+    owners = {
+        record.request for each in by_key(world.core.state.requests.loading).values() for record in each
+    }
     assert owners == {owner.name}
     world.preempt(owner)
     world.device.forget_keys()
