@@ -147,13 +147,13 @@ class Stores:
         if state.degraded is not None:
             self._settle(keys, StoreOutcome.DEGRADED)
             return
-        if not (self.in_flight.keys.keys().isdisjoint(keys) and state.pool.index.isdisjoint(keys)):
+        blocks, in_flight = blocks_of(offers), self.in_flight.keys.keys()
+        if NULL_BLOCK in blocks or not (in_flight.isdisjoint(keys) and state.pool.index.isdisjoint(keys)):
             offers = self._fresh(offers)
             if not offers:
                 return
-            keys = keys_of(offers)
+            keys, blocks = keys_of(offers), blocks_of(offers)
         # Compare each key with the engine's own hash of the block, to detect stale offers (R7).
-        blocks = blocks_of(offers)
         held = state.device.keys_of(blocks)
         if None in held and not state.epoch:
             offers, held = self._hashed(offers, held)
@@ -172,7 +172,7 @@ class Stores:
             self._admit_some(offers, held, last_chance=last_chance)
 
     def _fresh(self, offers: Sequence[Offer]) -> list[Offer]:
-        """Return the offers of keys that are neither on the host nor in flight.
+        """Return the offers of keys that are neither on the host nor in flight, without null blocks.
 
         Settle the offers of keys on the host, and defer the offers of keys in flight.
         """
@@ -195,7 +195,25 @@ class Stores:
                 fresh.append(offer)
         if cached:
             self._already_cached(cached)
-        return fresh
+        return self._elsewhere(fresh)
+
+    def _elsewhere(self, offers: Sequence[Offer]) -> list[Offer]:
+        """Offer other blocks instead of null blocks; decline offers whose keys no other block has.
+
+        A table's position is null if it was zeroed, or if it is before the window of a sliding-window group.
+        """
+        block_of = self._state.device.block_of
+        found: list[Offer] = []
+        gone: list[BlockKey] = []
+        for offer in offers:
+            if NULL_BLOCK in offer.blocks:
+                pairs = zip(offer.blocks, offer.keys, strict=True)
+                blocks = [(block_of(key) or block) if block == NULL_BLOCK else block for block, key in pairs]
+                offer, rest = offer._replace(blocks=blocks).split([block != NULL_BLOCK for block in blocks])
+                gone += rest.keys
+            found.append(offer)
+        self._settle(gone, StoreOutcome.STALE)
+        return some(found)
 
     def _hashed(
         self, offers: Sequence[Offer], held: Sequence[BlockKey | None]
@@ -203,13 +221,9 @@ class Stores:
         """Decline offers of blocks that the engine did not hash; return the rest, with their blocks' keys."""
         copied = self._state.leases.counts
         is_hashed = [
-            holds is not None or block == NULL_BLOCK or block in copied
-            for block, holds in zip(blocks_of(offers), held, strict=True)
+            holds is not None or block in copied for block, holds in zip(blocks_of(offers), held, strict=True)
         ]
-        unhashed = list(compress(keys_of(offers), map(not_, is_hashed)))
-        if unhashed:
-            self._state.tally.count_stores(StoreOutcome.NOT_HASHED, len(unhashed))
-            self._state.misses.note(unhashed, MISS_CAUSES[StoreOutcome.NOT_HASHED])
+        self._settle(list(compress(keys_of(offers), map(not_, is_hashed))), StoreOutcome.NOT_HASHED)
         each = iter(is_hashed)
         left = [offer.part(list(islice(each, len(offer.keys)))) for offer in offers]
         return some(left), list(compress(held, is_hashed))
@@ -229,11 +243,11 @@ class Stores:
                 duplicates.append(offer)
                 continue
             is_known = holds == key and offer.blocks[0] not in copied and not state.epoch
-            verdict = offer if is_known else self._by_block(offer, holds)
-            if not isinstance(verdict, Offer):
-                self._decline(offer, verdict, last_chance=last_chance)
+            refused = None if is_known else self._refuses(offer, holds)
+            if refused is not None:
+                self._decline(offer, refused, last_chance=last_chance)
             elif len(accepted) < room:
-                accepted[key] = verdict
+                accepted[key] = offer
             else:
                 self._decline(offer, self._without_room(host_room <= lease_room), last_chance=last_chance)
         if accepted:
@@ -248,23 +262,16 @@ class Stores:
             return StoreOutcome.NOT_READY if self._state.growing else StoreOutcome.HOST_FULL
         return StoreOutcome.STALLED if self._state.stall.is_on else StoreOutcome.LEASE_LIMIT
 
-    def _by_block(self, offer: Offer, holds: BlockKey | None) -> Offer | StoreOutcome:
-        """Return the offer with a block that has its key, or an outcome if the offer must be declined (R3, R7, R10)."""
-        state, key, was = self._state, offer.keys[0], offer.blocks[0]
-        block = was
-        if block == NULL_BLOCK:
-            # The table's position was zeroed, but another block on the device may have the key.
-            block = state.device.block_of(key) or NULL_BLOCK
-            if block == NULL_BLOCK:
-                return StoreOutcome.STALE
-            holds = state.device.keys_of((block,))[0]
+    def _refuses(self, offer: Offer, holds: BlockKey | None) -> StoreOutcome | None:
+        """Return why the offer of a block that now has the key `holds` must be declined, or None (R3, R7, R10)."""
+        state, block = self._state, offer.blocks[0]
         if state.epoch and not self._is_since_reset(offer, block):
             return StoreOutcome.BEFORE_RESET
         if block in state.leases.counts:
             return StoreOutcome.FAILED
-        if holds != key:
+        if holds != offer.keys[0]:
             return StoreOutcome.NOT_HASHED if holds is None else StoreOutcome.STALE
-        return offer if block == was else offer._replace(blocks=(block,))
+        return None
 
     def _is_since_reset(self, offer: Offer, block: DeviceBlockId) -> bool:
         """Return whether a block and its request's earlier blocks were computed after the last reset (R10)."""

@@ -129,13 +129,13 @@ def r5_overdue_load_frees_its_blocks() -> list[Patch]:
 
 def r7_stale_ids_stay() -> list[Patch]:
     """Also disable the final check, which compares a block's key with the engine's key."""
-    real = Stores._by_block
+    real = Stores._refuses
 
-    def by_block(self: Stores, offer: Any, holds: Any) -> Any:  # noqa: ANN401
-        verdict = real(self, offer, holds)
-        return offer if verdict in (StoreOutcome.STALE, StoreOutcome.NOT_HASHED) and offer.block else verdict
+    def refuses(self: Stores, offer: Any, holds: Any) -> StoreOutcome | None:  # noqa: ANN401
+        found = real(self, offer, holds)
+        return None if found in (StoreOutcome.STALE, StoreOutcome.NOT_HASHED) else found
 
-    return [(BlockTables, "reallocated", lambda self, blocks: 0), (Stores, "_by_block", by_block)]
+    return [(BlockTables, "reallocated", lambda self, blocks: 0), (Stores, "_refuses", refuses)]
 
 
 def r8_nothing_is_held() -> list[Patch]:
