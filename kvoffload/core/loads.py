@@ -320,7 +320,7 @@ class Loads:
         if hit is not None and hit.rest_tokens:
             head = min(length, hit.tokens - hit.rest_tokens)
         may_load = state.degraded is None and not state.stall.is_on
-        copies = self._copies(record, fact, head) if may_load else None
+        copies = self._copies(record, fact, hit, head) if may_load else None
         slots, blocks = copies or ([], [])
         if hit is None or hit.slots != tuple(slots):  # A load of the whole hit takes over the hit's pins.
             state.pool.pin(slots)
@@ -367,17 +367,22 @@ class Loads:
         if state.pool.adopted and (adopted := state.pool.read(slots)):
             state.tally.events.append(events.AdoptedBlocksHit(adopted))
 
-    def _copies(self, record: RequestRecord, fact: BlocksAllocated, length: int) -> _Copies | None:
+    def _copies(
+        self, record: RequestRecord, fact: BlocksAllocated, hit: PendingHit | None, length: int
+    ) -> _Copies | None:
         """Return the host slots and device blocks of a load, heads first; None if the host lacks one of the blocks.
 
-        Slots are looked up by key again, because a pinned slot may have been invalidated since the lookup, and a
-        shorter hit can need different blocks.
+        Slots are looked up by key again if a pinned slot may have been invalidated since the lookup, and for a part of
+        the hit, which can need different blocks.
 
         Args:
             record: the request.
             fact: the allocation, with the request's new block table.
+            hit: the answer to the request's last lookup; None if there was none.
             length: the length of the prefix in tokens, including the device's own hit.
         """
+        if hit is not None and (of_hit := self._copies_of_hit(fact, hit, length)) is not None:
+            return of_hit
         index, shape = self._state.pool.index, self._state.shape
         copies: list[tuple[int, SlotId, DeviceBlockId]] = []
         for group, table, keys in zip(shape.groups, fact.tables, record.keys, strict=True):
@@ -398,6 +403,21 @@ class Loads:
         if len(record.keys) > 1:
             copies.sort(key=itemgetter(0))
         return [slot for _, slot, _ in copies], [block for _, _, block in copies]
+
+    def _copies_of_hit(self, fact: BlocksAllocated, hit: PendingHit, length: int) -> _Copies | None:
+        """Return the copies of a whole hit in a model with a single full-attention group, if its slots are unchanged."""
+        shape, pool = self._state.shape, self._state.pool
+        if (
+            not shape.is_one_full_group
+            or hit.losses != pool.losses
+            or fact.device_tokens != hit.device_tokens
+        ):
+            return None
+        size, blocks = shape.alignment, fact.tables[0]
+        blocks = blocks[fact.device_tokens // size : -(-length // size)]
+        if len(blocks) != len(hit.slots) or length % size or NULL_BLOCK in blocks:
+            return None
+        return list(hit.slots), list(blocks)
 
     # -- endings ------------------------------------------------------------------------------------------------
 

@@ -115,28 +115,32 @@ class LruOrder:
 
         The slots of a prefix mostly joined together, so they are neighbours, and move together.
         """
-        after, used_at, last_ended = self._after, self.used_at, self._last_ended
-        head: int = _END  # the first of the neighbours to move, the last of them, and the slot behind them
+        after, before, used_at, last_ended = self._after, self._before, self.used_at, self._last_ended
+        head: int = _END  # the first of the slots to move, the last of them, and the slot behind them
         tail: int = _END
         following: int = _END
         for slot in slots:
             used_at[slot] = now
+            if after[slot] == _ABSENT:
+                self.count += 1
+                if following == _ABSENT:  # it joins together with the slots before it
+                    after[tail], before[slot] = slot, tail
+                    tail = slot
+                    continue
             if slot != following:
                 self._move_to_end(head, tail, following)
                 head = slot
             if slot == last_ended:
-                self._last_ended = last_ended = SlotId(self._before[head])
+                self._last_ended = last_ended = SlotId(before[head])
             tail, following = slot, after[slot]
         self._move_to_end(head, tail, following)
 
     def _move_to_end(self, head: int, tail: int, following: int) -> None:
-        """Move the slots from `head` to `tail`, which `following` follows, or add a slot that is not in the order."""
+        """Move the linked slots from `head` to `tail` to the end; `following` is behind them if they are in the order."""
         after, before = self._after, self._before
         if following == _END:  # they are at the end already, or there are none
             return
-        if following == _ABSENT:
-            self.count += 1
-        else:
+        if following != _ABSENT:
             preceding = before[head]
             after[preceding] = following
             before[following] = preceding

@@ -11,7 +11,13 @@ from kvoffload.core.order import FASTER, Came, LruOrder
 from kvoffload.core.slots import SlotPool
 from kvoffload.model.ids import BlockKey, SlotId
 
-SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8)
+RUNS = st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([1, -1])).map(
+    lambda run: range(*run)
+)
+SLOTS = st.lists(st.integers(0, 40).map(SlotId), unique=True, max_size=8) | RUNS.map(
+    lambda run: [SlotId(slot) for slot in run]
+)
+"""Any distinct slots, or neighbours, as the slots of a prefix mostly are."""
 
 
 @given(st.lists(st.tuples(SLOTS, st.booleans())))
