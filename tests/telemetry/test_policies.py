@@ -136,6 +136,7 @@ def test_a_miniature_stays_within_its_sample_and_its_shares_stay_right() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("workload", "requests", "device", "host", "above_worst"),
     [
