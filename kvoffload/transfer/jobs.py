@@ -69,7 +69,6 @@ class OpenJob(Struct, eq=False):
 
         Raises:
             CopyError: the job is empty, its slots and blocks differ in number, or a slot or block does not exist.
-            OverflowError: a slot or block is negative.
         """
         job = self.job
         if len(job.targets) != len(job.slots) or not job.slots:
@@ -90,15 +89,22 @@ def _existing(what: str, ids: Sequence[int], end: int) -> Numbers:
     """Return ids as an array.
 
     Raises:
-        CopyError: an id is not below `end`.
-        OverflowError: an id is negative.
+        CopyError: an id is not one of 0 to `end - 1`.
     """
     # A hook calls this function. No other two calls that refuse fractions are as short.
-    numbers = np.frombuffer(array("Q", ids), np.uint64)
+    try:
+        numbers = np.frombuffer(array("Q", ids), np.uint64)
+    except (OverflowError, TypeError):  # an id is negative, too large for any array, or no integer
+        wrong = next((each for each in ids if not hasattr(each, "__index__") or each not in range(end)), ids)
+        raise _absent(what, wrong, end) from None
     worst = ids[int(numbers.argmax())]
     if worst >= end:
-        raise CopyError(f"{what} {worst} is not among the {end} that exist")
+        raise _absent(what, worst, end)
     return numbers.view(np.int64)
+
+
+def _absent(what: str, wrong: object, end: int) -> CopyError:
+    return CopyError(f"{what} {wrong!r} is not among the {end} that exist, which are numbered from 0")
 
 
 class JobLedger:

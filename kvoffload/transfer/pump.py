@@ -426,7 +426,7 @@ class TransferPump:
         try:
             job.resolve(self._arena.ready_slots, self._arena.layout.blocks)
         except Exception as error:
-            # Catch every error, not only `CopyError`, because ids of a wrong type raise other errors.
+            # Catch every error, not only `CopyError`, because ids that are no tuple raise other errors.
             self._fail([job], str(error))
             return False
         return True

@@ -105,9 +105,12 @@ async def hand_in_one(rig: Rig, kind: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("slots", "blocks", "reason"),
     [
-        (["one"], [None], "cannot be interpreted as an integer"),
+        (["one"], [None], "slot 'one' is not among the 16"),
+        ([0, 1, 2], [0, 1.5, -1], "block 1.5 is not among the 8"),
         ([16], [0], "slot 16 is not among the 16"),
-        ([-1], [0], "negative"),
+        ([-1], [0], "slot -1 is not among the 16 that exist, which are numbered from 0"),
+        ([1, 0], [0, -2], "block -2 is not among the 8"),
+        ([0], [1 << 64], "block 18446744073709551616 is not among the 8"),
         ([0], [8], "block 8 is not among the 8"),
         ([0, 1], [0], "2 slots do not pair with 1 blocks"),
         ([], [], "0 slots do not pair with 0 blocks"),
