@@ -53,7 +53,8 @@ class DaemonExecutor(Threads):
 
     Args:
         name: the prefix of the threads' names.
-        threads: the maximum number of threads. Each submitted call starts a thread until there are this many.
+        threads: the maximum number of threads. Each submitted call starts a thread until there are this many. If the system
+            refuses a thread, the existing ones make the call, and the next call tries again.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -68,7 +69,7 @@ class DaemonExecutor(Threads):
         """Queue a call.
 
         Raises:
-            RuntimeError: the executor was shut down.
+            RuntimeError: the executor was shut down, or the system refuses its first thread; the call is not queued.
         """
         future: Future[T] = Future()
 
@@ -89,14 +90,14 @@ class DaemonExecutor(Threads):
         """Queue a call without making a future, which takes longer than to queue the call.
 
         Raises:
-            RuntimeError: the executor was shut down.
+            RuntimeError: the executor was shut down, or the system refuses its first thread; the call is not queued.
         """
         with self._lock:
             if self._is_shut:
                 raise RuntimeError(f"executor {self._name!r} was shut down")
-            self._work.put(work)
             if self._started < self._threads:
                 self._start_thread()
+            self._work.put(work)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse new calls, and end the threads when the queue is empty. Return at once, even if `wait` is true."""
@@ -107,8 +108,14 @@ class DaemonExecutor(Threads):
                     self._work.put(None)
 
     def _start_thread(self) -> None:
-        self._started += 1
-        threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True).start()
+        thread = threading.Thread(target=self._run, name=f"{self._name}-{self._started + 1}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._started:
+                raise
+        else:
+            self._started += 1
 
     def _run(self) -> None:
         while True:

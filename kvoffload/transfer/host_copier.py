@@ -157,7 +157,7 @@ class HostCopier:
         """Queue a batch.
 
         Raises:
-            RuntimeError: the threads were shut down; nothing was started.
+            RuntimeError: the threads were shut down, or none could be started; no copy was started.
         """
         piece = _Piece(runs, HostTicket())
         queue = self._loads if direction is Direction.LOAD else self._stores

@@ -60,7 +60,7 @@ class Threads(Executor):
         """Queue a call.
 
         Raises:
-            RuntimeError: the executor was shut down.
+            RuntimeError: the executor was shut down, or has no thread and cannot start one.
         """
         self.submit(work)
 

@@ -216,6 +216,34 @@ def test_a_thread_outlives_a_call_without_a_future_that_raises() -> None:
     executor.shutdown()
 
 
+def test_an_executor_works_again_after_the_system_has_refused_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    executor, start, refusals = DaemonExecutor("two", 2), threading.Thread.start, [3]
+
+    def refuse(thread: threading.Thread) -> None:
+        refusals[0] -= 1
+        if refusals[0] >= 0:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    ran = list[int]()
+    for number in range(3):
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            executor.submit(ran.append, number)
+    gate, name = ThreadGate(), lambda: threading.current_thread().name
+    assert executor.submit(name).result(PATIENCE_S) == "two-1"
+    assert ran == []  # refused calls are not made later
+    refusals[0] = 1
+    hanging = executor.submit(gate.arrive)  # the one thread makes it
+    gate.wait_for_arrivals(1)
+    assert executor.submit(name).result(PATIENCE_S) == "two-2"
+    gate.open()
+    hanging.result(PATIENCE_S)
+    executor.shutdown()
+
+
 def test_cancelled_work_is_skipped_and_queued_work_runs_after_shutdown() -> None:
     executor, gate, ran = DaemonExecutor("one", 1), ThreadGate(), list[int]()
     executor.submit(gate.arrive)
