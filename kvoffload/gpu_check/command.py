@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,14 +93,14 @@ def run(args: argparse.Namespace) -> int:
     log = args.output.with_suffix(".log")
     if log == args.output:
         raise CommandError("--output must not end in .log, the ending of the file for what the parts print")
-    with written(log):
-        pass  # empty the log, and fail early if the folder is missing or not writable
     about, found = _about(options), list[Line]()
-    for line in (line for part in chosen for line in lines_of(part, options, log)):
-        if not found and line.is_met is False:
-            if not log.stat().st_size:
-                log.unlink()
-            raise CommandError(f"there is no GPU to check: {line.words}")
+    first, *others = chosen
+    # The log gets its name when there is a GPU, so that a refusal leaves an earlier run's log as it is.
+    with written(log) as printed:
+        device = list(lines_of(first, options, Path(printed.name)))
+        if device[0].is_met is False:
+            raise CommandError(f"there is no GPU to check: {device[0].words}")
+    for line in chain(device, (line for part in others for line in lines_of(part, options, log))):
         found.append(_judged(line, found))
         # Write the file before printing, so that it contains every line that was printed.
         with written(args.output) as file:

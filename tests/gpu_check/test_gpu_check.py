@@ -121,6 +121,11 @@ def test_without_a_gpu_it_prints_one_line_and_leaves_no_file(tmp_path: Path) -> 
     assert list(folder.iterdir()) == []
     (message,) = ended.stderr.splitlines()
     assert "there is no GPU to check: no NVIDIA driver library for cuda:0" in message
+    log = folder / "gpu-check.log"
+    log.write_text("an earlier run")
+    assert subprocess.run(command, check=False, capture_output=True, cwd=folder, env=environment).returncode
+    assert log.read_text() == "an earlier run"
+    assert list(folder.iterdir()) == [log]
 
 
 def test_each_line_has_a_verdict_and_together_they_determine_the_exit_code() -> None:
