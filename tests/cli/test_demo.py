@@ -128,8 +128,10 @@ def test_without_json_a_table_is_printed_and_nothing_on_standard_error(
 def test_a_demo_of_one_turn_reports_that_no_turn_returned(
     small: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*small, "--turns", "1"]) == Exit.OK
-    assert capsys.readouterr().out.startswith("No turn returned: give at least 2 --turns.")
+    assert main([*small, "--conversations", "1", "--turns", "1"]) == Exit.OK
+    out = capsys.readouterr().out
+    assert out.startswith("No turn returned: give at least 2 --turns.")
+    assert "1 conversation of 1 turn, tiny model" in out
 
 
 @slow

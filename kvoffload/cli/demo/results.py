@@ -116,6 +116,12 @@ def render(result: Numbers) -> str:
     return "\n\n".join("\n".join(part) for part in parts)
 
 
+def played(conversations: int, turns: int) -> str:
+    """Return for example "1 conversation of 3 turns"."""
+    numbers = {"conversation": conversations, "turn": turns}
+    return " of ".join(f"{number} {what}{'s' * (number != 1)}" for what, number in numbers.items())
+
+
 def _verdict(result: Numbers) -> str:
     what, name = "of returning turns", "later_ttft_s"
     if result["before"] is not None:
@@ -136,7 +142,7 @@ def _verdict(result: Numbers) -> str:
 def _head(result: Numbers) -> Iterator[str]:
     options, blocks, needed = result["options"], result["device_blocks"], result["kv_blocks"]
     layers = "full attention" if options["layers"] == "full" else f"{options['layers']} layers"
-    what = f"{options['conversations']} conversations of {options['turns']} turns"
+    what = played(options["conversations"], options["turns"])
     yield f"{what}, {options['model']} model, {layers}, {options['device']}"
     need = f"the conversations need {needed:,} ({needed / blocks:.1f}x)"
     yield f"KV cache: {blocks:,} blocks on the device; {need}"

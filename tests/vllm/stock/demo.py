@@ -33,6 +33,7 @@ if torch.cuda.is_available():
 
 from kvoffload.cli.demo.options import DemoOptions
 from kvoffload.cli.demo.play import Conversation, TurnId, make_conversations, prompt_of
+from kvoffload.cli.demo.results import played
 from kvoffload.cli.demo.screen import Screen
 from tests.vllm.stock import checkpoints, client, demo_report, engines
 from tests.vllm.stock.demo_report import Play
@@ -133,7 +134,7 @@ def run(asked: argparse.Namespace, folder: Path, screen: Screen) -> int:
     with_it = play(scene, "with", screen, without, kv_transfer_config=connector)
     device = "GPU" if torch.cuda.is_available() else "CPU"
     life = "" if asked.host_path is None else "; with: after a SIGKILL"
-    head = f"{asked.conversations} conversations of {asked.turns} turns, {asked.model}, {device}{life}"
+    head = f"{played(asked.conversations, asked.turns)}, {asked.model}, {device}{life}"
     screen.result(demo_report.render(head, DEVICE_BLOCKS[asked.model], without, with_it))
     return 0 if demo_report.holds(without, with_it) else 1
 
