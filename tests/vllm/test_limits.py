@@ -47,10 +47,13 @@ def peers_answer(
         specs: the groups' specs, of which only the first one is of full attention.
         unit: the tokens of a hash.
     """
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import config
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as peer
     from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 
     ends_inside = unit < BLOCK
+    name = "get_sliding_window_size_in_chunks"  # in `config` from vLLM 0.33 on
+    window_of = getattr(config, name, None) or getattr(peer, name)
     configs = tuple(
         peer.GroupOffloadConfig(
             number,
@@ -58,7 +61,7 @@ def peers_answer(
             BLOCK,
             BLOCK // unit,
             None,
-            peer.get_sliding_window_size_in_chunks(spec, BLOCK),
+            window_of(spec, BLOCK),
             spec,
             None,
             **({"requires_cow_source": True} if ends_inside and number else {}),
