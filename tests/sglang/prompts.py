@@ -6,13 +6,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Self
+from typing import Any, Self
 
 from tests.sglang.stock.engines import PAGE, Answer, Server, wait_until
 
 WHOLE = 12 * PAGE
 """How many of a prompt's tokens are in whole pages."""
 STATE = "kvoffload_tier_state"
+PATIENT: dict[str, Any] = {
+    "module_path": "sglang_cpu_ops.patient",
+    "class_name": "PatientStorage",
+    "prefetch_timeout_base": 60,  # SGLang's own limit
+    "remote_timeout_s": 60,
+}
+"""Settings with which every page is found that a tier has, however slow the machine is."""
 _numbers = count()
 
 

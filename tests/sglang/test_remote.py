@@ -10,7 +10,7 @@ import pytest
 from obstore.store import S3Store
 
 from tests.remote.servers import Bucket, resume, suspend
-from tests.sglang.prompts import STATE, Prompts, attached
+from tests.sglang.prompts import PATIENT, STATE, Prompts, attached
 from tests.sglang.stock.engines import Server, wait_until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -22,11 +22,12 @@ LONGEST_S = 6.0
 def test_another_backend_finds_the_first_backends_pages_in_the_store(
     server: Server, some: Prompts, bucket: Bucket
 ) -> None:
-    with attached(server, remote_url=bucket.url):
+    settings = {**PATIENT, "remote_url": bucket.url}
+    with attached(server, **settings):
         assert some.ask(server) == some.none
-    with attached(server, remote_url=bucket.url, weights_id="other weights"):
+    with attached(server, **settings, weights_id="other weights"):
         assert some.ask(server) == some.none
-    with attached(server, remote_url=bucket.url):
+    with attached(server, **settings):
         assert some.ask(server) == some.all
 
 
