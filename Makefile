@@ -36,7 +36,7 @@ ON_SGLANG = PYTHONPATH=$(CURDIR):$(CURDIR)/plugins $(SGLANG)
 VERSIONS = env $(AGAINST_WHEEL) $(VLLM) -m tests.vllm.versions.matrix
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hints bench-hooks bench-instructions bench-loads bench-node bench-policies bench-queue bench-remote bench-restart bench-scale bench-serve bench-trace bench-verify docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
+.PHONY: help demo test check quick test-fast format test-vllm test-sglang test-all quick-others recurrent-matrix disk-traffic store-traffic vllm-versions lint types imports size coverage deep kills simulate explore same journeys mutants soak vllm-demo sglang-demo grafana observe bench-copy bench-disk bench-engine bench-fs bench-hicache bench-hints bench-hooks bench-instructions bench-loads bench-node bench-policies bench-queue bench-remote bench-restart bench-scale bench-serve bench-trace bench-verify bench-worker docs site dashboards screenshot release lock venv wheel vllm-env sglang-env kernel-env tools kubectl clean
 .DELETE_ON_ERROR:
 
 help:
@@ -217,6 +217,9 @@ bench-trace: venv  ## count hits of a production trace by tier
 
 bench-verify: venv  ## time copies with checksums
 	@$(BENCH) verify $(ARGS)
+
+bench-worker: venv  ## time what copies cost a worker beside another build
+	@$(BENCH) worker $(ARGS)
 
 ##@ Generate
 

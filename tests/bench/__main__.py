@@ -30,6 +30,7 @@ BENCHES = (
     "serve",
     "trace",
     "verify",
+    "worker",
 )
 """Each name is a module of this folder with the functions `add_arguments(parser)` and `run(options)`."""
 

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvoffload.cli.exits import Exit
+from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.disk.slot_file import SlotFile
 from kvoffload.model.wire import Direction
 from kvoffload.transfer import host_copier
 from kvoffload.transfer.runs import CopyRuns
-from tests.bench import copy_lanes, trace_node
+from tests.bench import copy_lanes, trace_node, worker
 from tests.bench.__main__ import main
+from tests.bench.beside import CHECKOUT, running
 from tests.bench.copy_rig import Rig, WrongBytes
 from tests.bench.disk_opening import opening
 from tests.bench.hints import CLAIMS, draw_sessions, replay, with_sessions
@@ -47,6 +48,7 @@ PAGE = 4096
         (f"remote {COPIES}", 8),
         ("scale --blocks 8 --samples 4 --slots 64", 10),
         ("verify --mib 1 --block-kib 64 --repeats 2", 4),
+        (f"worker --turns 2 --steps 2 --beside {CHECKOUT}", 6),
     ],
 )
 def test_a_bench_measures_and_prints_its_lines(
@@ -187,6 +189,31 @@ def test_the_ends_of_an_interval_follow_the_binomial_distribution(count: int, ra
 
 def test_the_page_has_at_most_25_headlines() -> None:
     assert sum(map(len, HEADLINES.values())) <= 25
+
+
+@pytest.mark.parametrize("bench", ["instructions", "worker"])
+def test_a_folder_without_our_packages_is_no_other_build(
+    bench: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([bench, "--beside", str(tmp_path)])
+    assert "is no checkout of this repository" in capsys.readouterr().err
+
+
+def test_a_script_that_fails_is_an_error_with_its_words() -> None:
+    with (
+        running("worker_steps.py", ["no number", "1"], CHECKOUT) as ask,
+        pytest.raises(CommandError, match="no number"),
+    ):
+        ask()
+
+
+def test_a_workers_figures_are_divided_by_those_of_the_same_turn() -> None:
+    mine = [{"store_us": each, "load_us": 9.0, "wakes": 1.0} for each in (1.0, 10.0, 3.0)]
+    other = [{"store_us": each, "load_us": 6.0, "wakes": 2.0} for each in (2.0, 20.0, 12.0)]
+    found = {one.what: one.median for one in worker.lines(mine, other)}
+    assert [*found.values()] == [3, 0.5, 9, 1.5, 1, 0.5]
+    assert len([*worker.lines(mine)]) == 3
 
 
 def test_agents_that_name_ended_sessions_find_more() -> None:

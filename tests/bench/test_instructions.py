@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.instructions import HERE, KINDS, Count, instructions_by_kind, lines
+from tests.bench.beside import HERE
+from tests.bench.instructions import KINDS, Count, instructions_by_kind, lines
 
 CALLGRIND = """\
 events: Ir
