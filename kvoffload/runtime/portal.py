@@ -130,24 +130,36 @@ class DaemonExecutor(Threads):
 
 
 class Bell(selectors.BaseSelector):
-    """A loop's selector that waits for rings, and for no descriptor. Any thread may ring."""
+    """A loop's selector that waits for rings, and for no descriptor. Any thread may ring.
 
-    def __init__(self) -> None:
-        self._rings: SimpleQueue[None] = SimpleQueue()
+    Args:
+        call_soon: the loop's method, which gets the callbacks of rings.
+    """
+
+    def __init__(self, call_soon: Callable[[Callable[[], object]], object]) -> None:
+        self._call_soon = call_soon
+        self._rings: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._keys: dict[FileDescriptorLike, selectors.SelectorKey] = {}
 
-    def ring(self) -> None:
-        """End the current call of `select`, or the next one. The calling thread keeps the GIL."""
-        self._rings.put(None)
+    def ring(self, callback: Callable[[], object] | None = None) -> None:
+        """End the current call of `select`, or the next one, and have the loop call `callback`.
+
+        The calling thread keeps the GIL.
+        """
+        self._rings.put(callback)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         """Wait for a ring, at most `timeout` seconds. Return no events."""
         with suppress(Empty):
             if timeout != 0:
-                self._rings.get(timeout=timeout)
+                self._answer(self._rings.get(timeout=timeout))
             while True:
-                self._rings.get_nowait()
+                self._answer(self._rings.get_nowait())
         return []
+
+    def _answer(self, callback: Callable[[], object] | None) -> None:
+        if callback is not None:
+            self._call_soon(callback)
 
     def register(
         self, fileobj: FileDescriptorLike, events: int, data: object = None
@@ -178,7 +190,7 @@ class BellLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self) -> None:
-        self._bell = Bell()
+        self._bell = Bell(self.call_soon)
         super().__init__(self._bell)
         self.set_debug(False)  # in debug mode, `call_soon` refuses calls of other threads
 
@@ -193,6 +205,16 @@ class BellLoop(asyncio.SelectorEventLoop):
         handle = self.call_soon(callback, *args, context=context)  # appends to a deque, which is atomic
         self._bell.ring()
         return handle
+
+    def call_from_thread(self, callback: Callable[[], object]) -> None:
+        """Run `callback` on the loop's thread, like `call_soon_threadsafe`, but make no handle on the calling thread.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        if self.is_closed():
+            raise RuntimeError("the loop is closed")
+        self._bell.ring(callback)
 
 
 class Portal:

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for
 from functools import partial
+from queue import Empty
 
 import pytest
 
-from kvoffload.runtime.portal import DaemonExecutor, Portal, PortalClosed
+from kvoffload.bus.sleeper import Sleeper
+from kvoffload.runtime.portal import BellLoop, DaemonExecutor, Portal, PortalClosed
 from tests.captured_logs import capture_logs
 from tests.gates import ThreadGate
 
@@ -73,17 +75,75 @@ def test_cancelling_the_future_cancels_the_coroutine(portal: Portal) -> None:
     ended.result(PATIENCE_S)
 
 
-def test_waking_the_loop_writes_to_no_socket(portal: Portal) -> None:
+@pytest.mark.parametrize("way", ["call_soon_threadsafe", "call_from_thread"])
+def test_waking_the_loop_writes_to_no_socket(way: str, portal: Portal) -> None:
     portal.spawn(thread_name, "").result(PATIENCE_S)
     loop, woken, called = portal._loop_thread[0], threading.Event(), list[str]()  # type: ignore[index]
     sys.setprofile(lambda _, event, call: called.append(call.__name__) if event == "c_call" else None)
     try:
-        loop.call_soon_threadsafe(woken.set)
+        getattr(loop, way)(woken.set)
     finally:
         sys.setprofile(None)
     assert woken.wait(PATIENCE_S)
     assert "put" in called
     assert "send" not in called
+
+
+def test_a_callback_that_comes_when_the_loop_has_just_found_none_runs_without_another_wake(
+    portal: Portal,
+) -> None:
+    portal.spawn(thread_name, "").result(PATIENCE_S)
+    loop, gate, ran = portal._loop_thread[0], ThreadGate(), Future[str]()  # type: ignore[index]
+    assert isinstance(loop, BellLoop)
+    rings = loop._bell._rings
+
+    class Held:
+        """The rings, of which the loop's thread finds no more and is then held before it goes on."""
+
+        get = staticmethod(rings.get)
+        put = staticmethod(rings.put)
+
+        def get_nowait(self) -> object:
+            try:
+                return rings.get_nowait()
+            except Empty:
+                gate.arrive()
+                raise
+
+    loop._bell._rings = Held()  # type: ignore[assignment]
+    loop.call_soon_threadsafe(int)
+    gate.wait_for_arrivals(1)
+    loop.call_from_thread(lambda: ran.set_result(threading.current_thread().name))
+    gate.open()
+    assert ran.result(PATIENCE_S) == "test"
+
+
+def test_a_sleeper_is_woken_without_a_handle_made_on_the_waking_thread(portal: Portal) -> None:
+    sleeper, asleep, called = Sleeper(), Future[None](), list[str]()
+
+    def has_work() -> bool:
+        asleep.set_result(None)
+        return False
+
+    slept = portal.spawn(sleeper.sleep, has_work)
+    asleep.result(PATIENCE_S)
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        assert sleeper.wake()
+    finally:
+        sys.setprofile(None)
+    slept.result(PATIENCE_S)
+    assert "call_from_thread" in called
+    assert "call_soon" not in called
+
+
+def test_a_closed_loop_refuses_a_callback(portal: Portal) -> None:
+    portal.spawn(thread_name, "").result(PATIENCE_S)
+    loop = portal._loop_thread[0]  # type: ignore[index]
+    assert portal.close(PATIENCE_S)
+    assert isinstance(loop, BellLoop)
+    with pytest.raises(RuntimeError, match="closed"):
+        loop.call_from_thread(int)
 
 
 def test_the_loop_refuses_descriptors_which_it_would_never_look_at(portal: Portal) -> None:
