@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import wait as wait_for
 from functools import partial
@@ -135,6 +135,27 @@ def test_a_sleeper_is_woken_without_a_handle_made_on_the_waking_thread(portal: P
     slept.result(PATIENCE_S)
     assert "call_from_thread" in called
     assert "call_soon" not in called
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_portal_whose_loop_is_stopped_while_it_ends_is_not_alive(portal: Portal) -> None:
+    open_ended = []
+
+    async def endless() -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.sleep(0)
+
+    async def begin() -> None:
+        open_ended.append(endless())
+        await anext(open_ended[0])
+
+    portal.spawn(begin).result(PATIENCE_S)
+    loop, thread = portal._loop_thread  # type: ignore[misc]  # it was started
+    loop.call_soon_threadsafe(lambda: (loop.stop(), loop.call_soon(loop.stop)))
+    thread.join(PATIENCE_S)
+    assert not portal.is_alive
 
 
 def test_a_closed_loop_refuses_a_callback(portal: Portal) -> None:
