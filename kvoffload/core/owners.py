@@ -13,18 +13,18 @@ class Owners(Generic[Key, Owner]):
     """Maps each key to its owners.
 
     A long prefix has thousands of keys. A dict from each of them to a list of its owners would take three times as long to
-    fill, and 90 bytes more for each key.
+    fill, and 90 bytes more for each key. The head of a prefix may have hundreds of owners.
 
     Attributes:
         first: each key's first owner.
-        others: the later owners of the keys that have several.
+        others: the later owners of the keys that have several, in order.
     """
 
     __slots__ = ("first", "others")
 
     def __init__(self) -> None:
         self.first: dict[Key, Owner] = {}
-        self.others: dict[Key, list[Owner]] = {}
+        self.others: dict[Key, dict[Owner, None]] = {}
 
     def __len__(self) -> int:
         """Return the number of keys."""
@@ -34,7 +34,7 @@ class Owners(Generic[Key, Owner]):
         """Make `owner` the last owner of keys that it does not own yet."""
         fresh = dict.fromkeys(keys, owner)
         for key in self.first.keys() & fresh.keys():
-            self.others.setdefault(key, []).append(owner)
+            self.others.setdefault(key, {})[owner] = None
             del fresh[key]
         self.first |= fresh
 
@@ -44,12 +44,12 @@ class Owners(Generic[Key, Owner]):
         for key in keys:
             rest = others.pop(key, None) if others else None
             if first.get(key) is owner:
+                del first[key]
                 if rest:
-                    first[key] = rest.pop(0)
-                else:
-                    del first[key]
-            elif rest and owner in rest:
-                rest.remove(owner)
+                    first[key] = next(iter(rest))
+                    del rest[first[key]]
+            elif rest:
+                rest.pop(owner, None)
             if rest:
                 others[key] = rest
 
