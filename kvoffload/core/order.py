@@ -118,7 +118,7 @@ class LruOrder:
         after, before, used_at, last_ended = self._after, self._before, self.used_at, self._last_ended
         head: int = _END  # the first of the slots to move, the last of them, and the slot behind them
         tail: int = _END
-        following: int = _END
+        following: int = _END  # also if there are none, or if they are at the end already
         for slot in slots:
             used_at[slot] = now
             if after[slot] == _ABSENT:
@@ -128,18 +128,18 @@ class LruOrder:
                     tail = slot
                     continue
             if slot != following:
-                self._move_to_end(head, tail, following)
+                if following != _END:
+                    self._move_to_end(head, tail, following)
                 head = slot
             if slot == last_ended:
                 self._last_ended = last_ended = SlotId(before[head])
             tail, following = slot, after[slot]
-        self._move_to_end(head, tail, following)
+        if following != _END:
+            self._move_to_end(head, tail, following)
 
     def _move_to_end(self, head: int, tail: int, following: int) -> None:
         """Move the linked slots from `head` to `tail` to the end; `following` is behind them if they are in the order."""
         after, before = self._after, self._before
-        if following == _END:  # they are at the end already, or there are none
-            return
         if following != _ABSENT:
             preceding = before[head]
             after[preceding] = following
