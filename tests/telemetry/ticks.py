@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import deque
+
 from kvoffload.bus.current_hook import CurrentHook
 
 
@@ -9,6 +11,7 @@ class Ticks(CurrentHook):
     def __init__(self, step_s: float = 0.5) -> None:
         self._step_s = step_s
         self._at = 0.0
+        self.steps = deque()
 
     @property
     def now(self) -> float:  # type: ignore[override]
