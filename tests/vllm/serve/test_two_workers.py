@@ -134,14 +134,8 @@ def test_after_a_reset_during_requests_no_earlier_block_is_found(server: Server,
     ask(server, LONE)
     assert settled(server)(EXTERNAL_HITS) > control(EXTERNAL_HITS)  # without a reset, the prompts are found
 
-    with ThreadPoolExecutor(len(LONG)) as pool:
-        begun = threading.Semaphore(0)
-        running = [pool.submit(client.stream, server, prompt, LONG_ANSWER, begun.release) for prompt in LONG]
-        assert all(begun.acquire(timeout=120) for _ in LONG)
-        answer = server.post("/reset_prefix_cache?reset_external=true")
-        assert not any(one.done() for one in running)
-        check_same([one.result() for one in running], expected.long)
-    assert answer == {"success": False}  # running requests use blocks of the device's cache
+    # on a busy machine, the requests may end before the reset arrives
+    assert any(reset_during_requests(server, expected) for _ in range(5))
 
     before = settled(server)
     check_same(ask(server, LONE), expected.lone)
@@ -150,6 +144,17 @@ def test_after_a_reset_during_requests_no_earlier_block_is_found(server: Server,
     check_same(ask(server, LONE), expected.lone)
     # blocks that were computed after the reset are found
     assert settled(server)(EXTERNAL_HITS) > before(EXTERNAL_HITS)
+
+
+def reset_during_requests(server: Server, expected: Expected) -> bool:
+    """Reset the caches when two long answers have begun. Return whether vLLM still used blocks for them."""
+    with ThreadPoolExecutor(len(LONG)) as pool:
+        begun = threading.Semaphore(0)
+        running = [pool.submit(client.stream, server, prompt, LONG_ANSWER, begun.release) for prompt in LONG]
+        assert all(begun.acquire(timeout=120) for _ in LONG)
+        answer = server.post("/reset_prefix_cache?reset_external=true")
+        check_same([one.result() for one in running], expected.long)
+    return answer == {"success": False}
 
 
 def test_a_server_stopped_during_copies_completes_its_requests_and_exits_cleanly(server: Server) -> None:
