@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -101,12 +102,21 @@ def _attention() -> dict[str, Any]:
 def make_request(name: str, prompt: Sequence[int], hash_tokens: int = BLOCK, **fields: Any) -> Any:
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
     from vllm.v1.request import Request
 
-    init_none_hash(sha256)
+    _seed_hashes()
     hasher = get_request_block_hasher(hash_tokens, sha256)
     return Request(name, list(prompt), SamplingParams(max_tokens=100), None, block_hasher=hasher, **fields)
+
+
+@cache
+def _seed_hashes() -> None:
+    """Seed vLLM's hashes once, because vLLM before 0.30 draws a seed at each call."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash
+
+    init_none_hash(sha256)
 
 
 def table(blocks: Sequence[int]) -> Any:
