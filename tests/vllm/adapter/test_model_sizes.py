@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -479,9 +480,10 @@ def stock_sizes(folder: Path, block_size: int, cache_dtype: str, dtype: str) -> 
     planning = engines.cache_planning()
     groups = planning.get_kv_cache_groups(config, specs)
     (page,) = {spec.page_size_bytes for spec in specs.values()}
-    return page, planning._get_kv_cache_bytes_per_block(
-        groups, config.cache_config.get_resolved_kv_cache_layout()
-    )
+    sum_up = planning._get_kv_cache_bytes_per_block
+    if len(signature(sum_up).parameters) == 1:  # before vLLM 0.32
+        return page, sum_up(groups)
+    return page, sum_up(groups, config.cache_config.get_resolved_kv_cache_layout())
 
 
 @on_vllm
