@@ -38,7 +38,7 @@ from kvoffload_vllm.kept_notes import DiskNotes, KeptNotes
 from kvoffload_vllm.kv_identity import Identification, engine_life, engine_name, find_identity, find_problems
 from kvoffload_vllm.pool_device import VllmDevice
 from kvoffload_vllm.scheduler import VllmScheduler
-from kvoffload_vllm.support import find_retention
+from kvoffload_vllm.support import find_retention, keeps_replaced_hashes
 from kvoffload_vllm.worker import VllmWorker
 
 if TYPE_CHECKING:
@@ -100,8 +100,15 @@ def start_scheduler(
         tier_events,
         identification,
         vllm_config.parallel_config.pipeline_parallel_size,
+        keeps_replaced_hashes=_keeps_replaced_hashes(),
     )
     offload.bus.count(StorePolicyMoved, lambda event: scheduler.set_report_every(_report_every(event.policy)))
+
+
+def _keeps_replaced_hashes() -> bool:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return keeps_replaced_hashes(Scheduler)
 
 
 def _tier_events(offload: SchedulerSide, device: VllmDevice, groups: VllmGroups, wire: Wire) -> TierEvents:

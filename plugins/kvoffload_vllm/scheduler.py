@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvoffload_vllm.pool_device import VllmDevice
 
 _output_tokens = attrgetter("num_output_tokens")
+_NOTHING_ALLOWED = facts.Limits(load_tokens=0, store_tokens=0)
 
 
 class VllmScheduler:
@@ -52,6 +53,8 @@ class VllmScheduler:
         tier_events: makes vLLM's KV cache events; None if vLLM publishes none.
         identification: determines the KV identity; None without a tier below the host.
         stages: the number of pipeline stages.
+        keeps_replaced_hashes: whether the hashes of sessions with streaming inputs may be wrong; nothing of such sessions
+            is stored or loaded then.
     """
 
     _changes: Changes | None = None  # a connector on a worker has no metrics of its own
@@ -67,6 +70,8 @@ class VllmScheduler:
         tier_events: TierEvents | None = None,
         identification: Identification | None = None,
         stages: int = 1,
+        *,
+        keeps_replaced_hashes: bool = False,
     ) -> None:
         self.offload = offload
         self._device = device
@@ -85,6 +90,7 @@ class VllmScheduler:
         """The recurrent groups by vLLM's number: kvoffload's number, and the number of tokens in a block."""
         self._tail_tokens = self._shape.tail_tokens
         self._limits = LimitReader()
+        self._keeps_replaced_hashes = keeps_replaced_hashes
         self._hints = HintReader()
         self._tracked: dict[str, Tracked] = {}
         self._progress = ProgressReports(
@@ -117,6 +123,8 @@ class VllmScheduler:
         parent = tracked.trace_parent if self.offload.observation.spans is not None else None
         params = request.kv_transfer_params
         limits = self._limits.read(params) if params else facts.NO_LIMITS
+        if self._keeps_replaced_hashes and request.resumable:
+            limits = _NOTHING_ALLOWED
         session, is_last = self._hints.read(params) if params else NO_HINTS
         if session is None:
             session = request.session_id or (request.request_id if is_last else None)

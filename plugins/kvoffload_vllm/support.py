@@ -143,6 +143,15 @@ def features_of(base: ModuleType, output: ModuleType, utils: ModuleType) -> Feat
     )
 
 
+def keeps_replaced_hashes(scheduler: type) -> bool:
+    """Return whether vLLM's scheduler keeps the hashes of tokens that a session's next streaming input replaces.
+
+    vLLM before 0.32 does. A later block of such a session has the hash of another text.
+    """
+    update = getattr(scheduler, "_update_request_as_session", None)
+    return update is not None and "block_hashes" not in update.__code__.co_names
+
+
 def find_retention(*configs: object) -> int | Literal["unknown"] | None:
     """Return the interval in tokens at which vLLM keeps recurrent states, from the first configuration that has it."""
     name = "prefix_cache_retention_interval"

@@ -27,6 +27,7 @@ def adapter(
     windows: Sequence[int] = (),
     groups: Sequence[Any] | None = None,
     draft: Any = None,
+    keeps_replaced_hashes: bool = False,
     **settings: Any,
 ) -> Iterator[tuple[Any, Any]]:
     """Yield the scheduler's side and the block pool, for one full-attention group and groups with sliding windows.
@@ -40,6 +41,7 @@ def adapter(
         windows: the tokens of the window of each further group.
         groups: other groups, in place of all these.
         draft: vLLM's configuration of speculative decoding, if any.
+        keeps_replaced_hashes: whether nothing of sessions with streaming inputs is stored or loaded.
         settings: the connector's settings.
     """
     from vllm.v1.core.block_pool import BlockPool
@@ -66,7 +68,15 @@ def adapter(
     )
     device = VllmDevice(translated.partly_hashed)
     side = SchedulerSide(translated.shape, parse_config({"host_bytes": 1 << 20, **settings}), device)
-    scheduler = VllmScheduler(side, device, translated, Changes(side, now), lambda: None, report_every)
+    scheduler = VllmScheduler(
+        side,
+        device,
+        translated,
+        Changes(side, now),
+        lambda: None,
+        report_every,
+        keeps_replaced_hashes=keeps_replaced_hashes,
+    )
     pool = BlockPool(BLOCKS + 1, True, hash_tokens)
     scheduler.bind_gpu_block_pool(pool)
     try:

@@ -5,6 +5,7 @@ reset, and failed stores.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,17 @@ import pytest
 
 from kvoffload.model.causes import CopyOutcome
 from kvoffload.model.facts import StepScheduled
-from kvoffload.model.ids import RequestId
+from kvoffload.model.ids import Rank, RequestId
+from kvoffload.model.wire import JobReport, TransferReport
+from kvoffload_vllm.support import keeps_replaced_hashes, release_of
 from tests.core.audit import audit_side
 from tests.vllm.engine_rig import MARKS, prompt
 from tests.vllm.line_rig import scheduling
-from tests.vllm.scheduler_rig import BLOCK, adapter, full_spec, make_request, step_output, table
+from tests.vllm.scheduler_rig import BLOCK, BLOCKS, adapter, full_spec, make_request, step_output, table
 
 pytestmark = MARKS
+
+KEEPS = "this vLLM keeps the hashes that a session's next input replaces, so nothing of sessions is offloaded"
 
 
 def session(text: Sequence[int]) -> Any:
@@ -49,9 +54,50 @@ def known_keys(scheduler: Any) -> list[bytes]:
     return [key[:-4] for key in record.keys[0]]
 
 
+def keeps_hashes() -> bool:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return keeps_replaced_hashes(Scheduler)
+
+
+def test_vllm_before_0_32_keeps_the_hashes_of_replaced_tokens() -> None:
+    assert keeps_hashes() is (release_of(version("vllm")) < (0, 32))
+
+
+def serve(scheduler: Any, pool: Any, request: Any) -> tuple[int, int]:
+    """Compute a prompt, and store it. Return how many tokens the lookup found, and how many blocks were stored."""
+    scheduler.on_new_request(request)
+    found, _ = scheduler.get_num_new_matched_tokens(request, 0)
+    whole = request.num_tokens // BLOCK
+    blocks = pool.get_new_blocks(whole + 1)
+    scheduler.update_state_after_alloc(request, table([block.block_id for block in blocks]), 0)
+    scheduler.build_connector_meta(step_output(request, request.num_tokens, is_new=True))
+    pool.cache_full_blocks(request, blocks, 0, whole, BLOCK, 0)
+    request.num_computed_tokens = request.num_tokens
+    jobs = scheduler.build_connector_meta(step_output(request, 1)).plan.stores
+    ended = [JobReport(job.id, job.direction, CopyOutcome.DONE, 1, 0.0, 0.0) for job in jobs]
+    scheduler.offload.reported([TransferReport(Rank(0), tuple(ended), BLOCKS)])
+    scheduler.request_finished_all_groups(request, ([1],))
+    return found, sum(len(job.slots) for job in jobs)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_where_vllm_keeps_replaced_hashes_nothing_of_a_session_is_stored_or_loaded(*, keeps: bool) -> None:
+    text = prompt(1, 3 * BLOCK + 1)
+    with adapter(BLOCK, keeps_replaced_hashes=keeps) as (scheduler, pool):
+        scheduler.offload.reported([TransferReport(Rank(0), (), BLOCKS)])
+        requests = [session(text), make_request("other", text), session(text)]
+        found = [serve(scheduler, pool, request) for request in requests]
+        whole = 3 * BLOCK
+        assert found == ([(0, 0), (0, 3), (0, 0)] if keeps else [(0, 3), (whole, 0), (whole, 0)])
+        assert audit_side(scheduler.offload) == []
+
+
 @pytest.mark.parametrize("computed", [0, 50, 64, 100])
 def test_the_core_has_a_sessions_current_hashes(computed: int) -> None:
     """Let a session continue after `computed` of its 100 tokens. 0 means that vLLM has preempted the session."""
+    if keeps_hashes():
+        pytest.skip(KEEPS)
     with adapter(BLOCK) as (scheduler, _):
         request = session(prompt(1, 100))
         scheduler.on_new_request(request)
@@ -77,6 +123,8 @@ def test_the_core_has_a_sessions_current_hashes(computed: int) -> None:
 
 
 def test_a_session_that_ends_with_rewritten_hashes_reports_none_of_them() -> None:
+    if keeps_hashes():
+        pytest.skip(KEEPS)
     with adapter(BLOCK) as (scheduler, _):
         request = session(prompt(1, 3 * BLOCK - 1))
         request.append_output_token_ids(7)
