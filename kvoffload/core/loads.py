@@ -415,7 +415,7 @@ class Loads:
             return None
         size, blocks = shape.alignment, fact.tables[0]
         blocks = blocks[fact.device_tokens // size : -(-length // size)]
-        if len(blocks) != len(hit.slots) or length % size or NULL_BLOCK in blocks:
+        if len(blocks) != len(hit.slots) or NULL_BLOCK in blocks:
             return None
         return list(hit.slots), list(blocks)
 

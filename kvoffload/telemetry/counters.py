@@ -143,7 +143,7 @@ class Counters:
     def __init__(self, tiers: Set[Tier] = frozenset(LOWER_TIERS)) -> None:
         self.tiers = tiers
         self.changes = 0
-        """This number increases whenever something is counted, except for hook times, which every step adds."""
+        """This number increases whenever something is counted, except for hook times, which every tick adds."""
         self._counts: dict[str, dict[Labels, int]] = {
             metric.name: dict.fromkeys(metric.series_with(tiers), 0)
             for metric in CATALOGUE

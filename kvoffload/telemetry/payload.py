@@ -53,7 +53,7 @@ class Changes:
     def take(self, *, is_busy: bool = False) -> Payload | None:
         """Return the changes since the last calls; None if nothing has changed. The first messages have all gauges.
 
-        Because every step adds hook times, they count as a change only a second after the last message.
+        Because every tick adds hook times, they count as a change only a second after the last message.
 
         Args:
             is_busy: whether the engine has requests or copies. If so, the message has only the next few metrics, and

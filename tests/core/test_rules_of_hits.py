@@ -152,6 +152,18 @@ def test_r1_a_pinned_slot_that_was_invalidated_is_not_loaded() -> None:
     assert world.count(SlotState.EMPTY) == world.ready
 
 
+def test_r1_a_load_whose_device_hit_shrank_after_the_lookup_needs_other_blocks() -> None:
+    world = cached()
+    world.serve("short", TEXT[:5])
+    request = world.add("a", TEXT)
+    assert world.lookup(request) == 8
+    world.device.forget_keys()
+    world.allocate(request, 8)  # as many blocks as the hit has, but the first ones
+    world.load_and_run(request)
+    world.run(request)
+    assert world.results[-1] == ("a", True)
+
+
 # -- R2: what the engine makes of a hit -------------------------------------------------------------------------
 
 
