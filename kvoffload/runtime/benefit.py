@@ -145,16 +145,16 @@ class NetBenefit:
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def _idle(self, _: events.RequestsEnded) -> None:
-        """End the measurement of the last step."""
+        """End the measurement of the last step. An idle engine's next tick may be far away."""
         if self._ran:
             now = self._hook.now
             self._rate.idle(now)
             self._end_step(now)
-            self._measure()
             self._ran = self._is_calm = self._is_steady = False
             self._decoded = 0
             if self._set_least is not None:
                 self._push_least(self._break_even)
+        self._measure()
 
     def _seen(self, _: facts.RequestSeen) -> None:
         """Set the lengths for the first request after a pause, in which the measurements may have expired."""

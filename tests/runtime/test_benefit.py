@@ -143,6 +143,19 @@ def test_the_extra_time_of_steps_during_copies_counts_as_a_cost(direction: str, 
     assert lost(side, "store") == before
 
 
+def test_an_idle_engine_has_counted_all_of_its_steps() -> None:
+    side = Side(transfer_timeout_s=1e6)
+    side.seen("d")
+    decode(side, 0.010)
+    storing(side, "a", decode=8)
+    decode(side, 0.012)
+    side.step()  # computes nothing, as the last step of an engine that schedules ahead
+    for name in ("d", "a"):
+        side.ended(name)
+    found = side.gauge("interference_seconds_total", "store")
+    assert found == lost(side, "store") > 0
+
+
 # -- the sign ---------------------------------------------------------------------------------------------------
 
 
