@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvoffload.core.claims import Claims
 from kvoffload.core.jobs import Offer
-from kvoffload.core.owners import Owners
 from kvoffload.core.request import RequestRecord, Watch
 from kvoffload.model.ids import BlockKey
 
@@ -21,7 +21,7 @@ class EvictionWatch:
     """
 
     def __init__(self) -> None:
-        self.watches = Owners[BlockKey, Watch]()
+        self.watches = Claims[BlockKey, Watch]()
         """For each watched key, the watches that contain the key."""
         self._open: dict[tuple[BlockKey, ...], Watch] = {}
         """The watches that further requests may join, by their keys."""

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from msgspec import Struct
 
+from kvoffload.core.claims import Claims
 from kvoffload.core.machine import REQUEST, RequestEvent, RequestState
-from kvoffload.core.owners import Owners
 from kvoffload.model.causes import MissCause
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.facts import NO_LIMITS, Limits
@@ -264,7 +264,7 @@ class Requests:
     def __init__(self) -> None:
         self.live: dict[RequestId, RequestRecord] = {}
         self.finishing: set[RequestRecord] = set()
-        self.loading = Owners[SlotId, RequestRecord]()
+        self.loading = Claims[SlotId, RequestRecord]()
         """The requests that load each slot."""
         self.reserved = 0
         """How many device blocks all requests reserve together."""

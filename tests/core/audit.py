@@ -8,11 +8,11 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.core.audit import totals, totals_at_rest, wrong
+from kvoffload.core.claims import Claimant, Claims, Key
 from kvoffload.core.host import HostState
 from kvoffload.core.jobs import DeviceJob, Fetch, Job, Load, Spill, Store
 from kvoffload.core.machine import JobState, RequestState, SlotState
 from kvoffload.core.offload_core import OffloadCore
-from kvoffload.core.owners import Key, Owner, Owners
 from kvoffload.core.request import RequestRecord
 from kvoffload.core.slots import SlotPool
 from kvoffload.core.state import CoreState
@@ -184,11 +184,11 @@ def _indexes(state: CoreState, stores: Stores) -> Iterator[tuple[str, Mapping[An
         yield f"pins of the {name}", tier.pool.pins, read
 
 
-def by_key(owners: Owners[Key, Owner]) -> dict[Key, list[Owner]]:
-    """Return each key's owners, after checking that each of them is listed once."""
-    found = {key: [first, *owners.others.get(key, ())] for key, first in owners.first.items()}
-    assert all(owners.others.values()), owners.others
-    assert owners.others.keys() <= found.keys(), owners.others
+def by_key(claims: Claims[Key, Claimant]) -> dict[Key, list[Claimant]]:
+    """Return who claims each key, after checking that each of them is listed once."""
+    found = {key: [first, *claims.others.get(key, ())] for key, first in claims.first.items()}
+    assert all(claims.others.values()), claims.others
+    assert claims.others.keys() <= found.keys(), claims.others
     assert all(len(set(each)) == len(each) for each in found.values()), found
     return found
 
