@@ -293,7 +293,7 @@ def _hooks(what: str, engine: Engine, prompts: Sequence[Sequence[int]]) -> Itera
     with ExitStack() as stack:
         scheduler = _timed(stack, engine.scheduler.connector, _SCHEDULER_HOOKS)
         worker = _timed(stack, engine.worker, _WORKER_HOOKS)
-        wakes = _timed(stack, BellLoop, ("call_soon_threadsafe",))
+        wakes = _timed(stack, BellLoop, ("call_soon_threadsafe", "call_from_thread"))
         engine.serve(prompts, TOKENS)
     steps = scheduler.calls[_ONCE_A_STEP]
     yield measured(f"{what}: the scheduler's hooks in a step", [1e3 * scheduler.seconds / steps], " ms")
