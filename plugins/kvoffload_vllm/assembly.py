@@ -100,15 +100,9 @@ def start_scheduler(
         tier_events,
         identification,
         vllm_config.parallel_config.pipeline_parallel_size,
-        keeps_replaced_hashes=_keeps_replaced_hashes(),
+        keeps_replaced_hashes=keeps_replaced_hashes(),
     )
     offload.bus.count(StorePolicyMoved, lambda event: scheduler.set_report_every(_report_every(event.policy)))
-
-
-def _keeps_replaced_hashes() -> bool:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return keeps_replaced_hashes(Scheduler)
 
 
 def _tier_events(offload: SchedulerSide, device: VllmDevice, groups: VllmGroups, wire: Wire) -> TierEvents:

@@ -143,12 +143,14 @@ def features_of(base: ModuleType, output: ModuleType, utils: ModuleType) -> Feat
     )
 
 
-def keeps_replaced_hashes(scheduler: type) -> bool:
+def keeps_replaced_hashes() -> bool:
     """Return whether vLLM's scheduler keeps the hashes of tokens that a session's next streaming input replaces.
 
-    vLLM before 0.32 does. A later block of such a session has the hash of another text.
+    vLLM 0.28 and 0.30 do, so that a later block of such a session has the hash of another text. vLLM 0.32 deletes them.
     """
-    update = getattr(scheduler, "_update_request_as_session", None)
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    update = getattr(Scheduler, "_update_request_as_session", None)
     return update is not None and "block_hashes" not in update.__code__.co_names
 
 

@@ -93,15 +93,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     require_vllm()
     connectors, note = find_connectors()
-    method = (
-        f"{args.repeats} repeats of {args.tokens} tokens a request, engines in one process in turns step by step; time: "
-        f"median over windows of {WINDOW_STEPS} steps of the mean step; median over the repeats [95 % interval]; peer: {note}"
-    )
     if args.prompt:
+        name, time = "prompts", "all steps, by the number of requests"
         cases = measure_long(connectors, args.running, args.repeats, args.tokens, args.prompt)
     else:
+        name, time = "hooks", f"median over windows of {WINDOW_STEPS} steps of the mean step"
         cases = measure(connectors, args.models, args.running, args.repeats, args.tokens)
-    return give_out("hooks", args, method, (one for case in cases for one in case.lines()), "vllm")
+    method = (
+        f"{args.repeats} repeats of {args.tokens} tokens a request, engines in one process in turns step by step; time: "
+        f"{time}; median over the repeats [95 % interval]; peer: {note}"
+    )
+    return give_out(name, args, method, (one for case in cases for one in case.lines()), "vllm")
 
 
 def measure(

@@ -21,6 +21,7 @@ SMALL = Size(8, SLOT_BYTES, {})
     ("name", "options", "smaller", "lines"),
     [
         ("hooks", ["--running", "2", "--models", "qwen3", "--repeats", "1"], {"WINDOW_STEPS": 4}, 8),
+        ("hooks", ["--running", "2", "--prompt", "256", "--tokens", "4", "--repeats", "1"], {}, 4),
         ("queue", ["--waiting", "20", "--pairs", "1"], {"RUNNING": 2, "_STEPS": 8}, 4),
         (
             "serve",

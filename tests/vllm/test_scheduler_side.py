@@ -54,14 +54,8 @@ def known_keys(scheduler: Any) -> list[bytes]:
     return [key[:-4] for key in record.keys[0]]
 
 
-def keeps_hashes() -> bool:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    return keeps_replaced_hashes(Scheduler)
-
-
 def test_vllm_before_0_32_keeps_the_hashes_of_replaced_tokens() -> None:
-    assert keeps_hashes() is (release_of(version("vllm")) < (0, 32))
+    assert keeps_replaced_hashes() is (release_of(version("vllm")) < (0, 32))
 
 
 def serve(scheduler: Any, pool: Any, request: Any) -> tuple[int, int]:
@@ -96,7 +90,7 @@ def test_where_vllm_keeps_replaced_hashes_nothing_of_a_session_is_stored_or_load
 @pytest.mark.parametrize("computed", [0, 50, 64, 100])
 def test_the_core_has_a_sessions_current_hashes(computed: int) -> None:
     """Let a session continue after `computed` of its 100 tokens. 0 means that vLLM has preempted the session."""
-    if keeps_hashes():
+    if keeps_replaced_hashes():
         pytest.skip(KEEPS)
     with adapter(BLOCK) as (scheduler, _):
         request = session(prompt(1, 100))
@@ -123,7 +117,7 @@ def test_the_core_has_a_sessions_current_hashes(computed: int) -> None:
 
 
 def test_a_session_that_ends_with_rewritten_hashes_reports_none_of_them() -> None:
-    if keeps_hashes():
+    if keeps_replaced_hashes():
         pytest.skip(KEEPS)
     with adapter(BLOCK) as (scheduler, _):
         request = session(prompt(1, 3 * BLOCK - 1))
