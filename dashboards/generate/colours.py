@@ -34,6 +34,7 @@ COLOURS: dict[str, str] = {
     "declined_stalled": "#a33b4f", "stalled": "#7d2438", "tier_opening": "#93c3c7", "lost": "#e0a0a0",
     "store_failed": "#b02a2a", "after_reset": "#a06bc9", "load_failed": "#e2685a", "load_declined": "#8a78c9",
     "limited": "#9a86b8", "corrupt": "#8b0000", "no_room": "#f0b429", "seen_once": "#c9822e", "degraded": "#4d0f0f",
+    "unsafe_hashes": "#5f4b8b",
     # outcomes of stores and loads
     "stored": BLUE, "loaded": GREEN, "done": GREEN, "already_cached": "#b8c9dd", "in_flight": "#7fb3ea",
     "stale": "#d8b98a", "not_hashed": "#8c8c8c", "host_full": "#c4601a", "not_ready": "#f0dd9a", "lease_limit": YELLOW,

@@ -28,6 +28,7 @@ from kvoffload.core.parts import Parts
 from kvoffload.core.planners import StorePlanner
 from kvoffload.core.request import PendingHit, RequestRecord, Rest, from_fields
 from kvoffload.core.state import CoreState, LoadResults
+from kvoffload.core.stores import MISS_CAUSES
 from kvoffload.model import events
 from kvoffload.model.causes import (
     CopyOutcome,
@@ -263,7 +264,7 @@ class Lookups:
         if lacking < alignment:
             return MissCause.PARTIAL_BLOCK
         if missing is None and is_limited:
-            return MissCause.LIMITED
+            return MISS_CAUSES[record.limits.outcome]
         if missing is None:
             return MissCause.LAST_TOKEN if lacking == alignment else MissCause.LOOKAHEAD
         if missing in self._in_flight.keys:

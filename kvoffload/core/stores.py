@@ -82,7 +82,7 @@ class Stores:
             self._state.tally.offered(len(keys))
             self._settle(keys, outcome)
 
-    def within(self, limit_tokens: int, offers: Sequence[Offer]) -> list[Offer]:
+    def within(self, limit_tokens: int, offers: Sequence[Offer], outcome: StoreOutcome) -> list[Offer]:
         """Return the offers of blocks within a request's limit. Refuse the others, unless the host has their blocks."""
         groups, index = self._state.shape.groups, self._state.pool.index
         allowed: list[Offer] = []
@@ -95,7 +95,7 @@ class Stores:
             allowed.append(offer.part(is_within))
             beyond = zip(offer.keys, is_within, strict=True)
             excluded.append(offer.part([not (fits or key in index) for key, fits in beyond]))
-        self.refuse(some(excluded), StoreOutcome.LIMITED)
+        self.refuse(some(excluded), outcome)
         return some(allowed)
 
     def offer_again(self, offers: Sequence[Offer]) -> None:
@@ -492,6 +492,7 @@ MISS_CAUSES = {
     StoreOutcome.NOT_HASHED: MissCause.DECLINED_OTHER,
     StoreOutcome.DEGRADED: MissCause.DECLINED_OTHER,
     StoreOutcome.LIMITED: MissCause.LIMITED,
+    StoreOutcome.UNSAFE_HASHES: MissCause.UNSAFE_HASHES,
     StoreOutcome.SEEN_ONCE: MissCause.SEEN_ONCE,
     StoreOutcome.LOST: MissCause.LOST,
     StoreOutcome.REQUEST_GONE: MissCause.LOST,

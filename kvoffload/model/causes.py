@@ -45,6 +45,7 @@ class MissCause(Cause):
     PARTIAL_BLOCK = "partial_block"  # the prompt's last block is not whole
     BEHIND_MISS = "behind_miss"  # the block comes after a missing one, so a prefix cannot contain the block
     LIMITED = "limited"  # the request's own limits exclude the block from loads, its tier from fetches, or its store
+    UNSAFE_HASHES = "unsafe_hashes"  # the engine's hashes of this request, or of the one that offered the block, may be wrong
     STALLED = "stalled"  # no load may start while copies are stalled
     ON_NODE = (
         "on_node"  # another engine of this machine has the block, but the request could not wait for a fetch
@@ -76,6 +77,7 @@ class StoreOutcome(Cause):
     LEASE_LIMIT = "lease_limit"  # stores already leased a quarter of the device pool
     STALLED = "stalled"  # no store may start while copies are stalled
     LIMITED = "limited"  # the request's own limit excludes the block
+    UNSAFE_HASHES = "unsafe_hashes"  # the engine's hash of the block may be of another text
     SEEN_ONCE = "seen_once"  # the host was full, and the block had not been offered before
     REQUEST_GONE = "request_gone"  # the request ended after losing its blocks
     # the block's request was preempted, or the device evicted the block before a store could start

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
-from kvoffload.model.causes import DegradeCause
+from kvoffload.model.causes import DegradeCause, StoreOutcome
 from kvoffload.model.ids import BlockKey, DeviceBlockId, GroupId, JobId, RequestId, SlotId
 from kvoffload.model.message import Message
 from kvoffload.model.wire import Put, Tier, TransferReport
@@ -23,11 +23,13 @@ class Limits(Message, frozen=True):
         load_tokens: how many tokens may be loaded beyond those that the device holds at the lookup; None for any number.
         store_tokens: only blocks of this many first tokens may be stored; None for all.
         tiers: the lower tiers from which blocks may be fetched; None for all. The host is always searched.
+        outcome: what excluded blocks count as; an adapter that sets limits itself gives its own reason.
     """
 
     load_tokens: int | None = None
     store_tokens: int | None = None
     tiers: tuple[Tier, ...] | None = None
+    outcome: StoreOutcome = StoreOutcome.LIMITED
 
 
 NO_LIMITS = Limits()

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from kvoffload.model import facts
+from kvoffload.model.causes import StoreOutcome
 from kvoffload.model.groups import AttentionKind
 from kvoffload.model.ids import NULL_BLOCK, BlockKey, DeviceBlockId, RequestId
 from kvoffload.model.wire import NOTHING
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from kvoffload_vllm.pool_device import VllmDevice
 
 _output_tokens = attrgetter("num_output_tokens")
-_NOTHING_ALLOWED = facts.Limits(load_tokens=0, store_tokens=0)
+_NOTHING_ALLOWED = facts.Limits(load_tokens=0, store_tokens=0, outcome=StoreOutcome.UNSAFE_HASHES)
 
 
 class VllmScheduler:

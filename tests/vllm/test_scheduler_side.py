@@ -84,6 +84,10 @@ def test_where_vllm_keeps_replaced_hashes_nothing_of_a_session_is_stored_or_load
         found = [serve(scheduler, pool, request) for request in requests]
         whole = 3 * BLOCK
         assert found == ([(0, 0), (0, 3), (0, 0)] if keeps else [(0, 3), (whole, 0), (whole, 0)])
+        counts = scheduler.offload.counters.snapshot()
+        # Three lookups miss for this reason: those of the sessions, and the other's, whose first block was refused before.
+        for name in ("kvoffload_store_blocks_total", "kvoffload_miss_blocks_total"):
+            assert counts.count(name, "unsafe_hashes") == (3 if keeps else 0)
         assert audit_side(scheduler.offload) == []
 
 
