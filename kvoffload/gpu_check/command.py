@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import entry_points
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         CommandError: there is no GPU, a part is unknown, or the output is not a file or ends in `.log`.
         OutputError: the result cannot be written.
     """
-    from kvoffload.gpu_check.parts import Line, Options, lines_of
+    from kvoffload.gpu_check.parts import Line, Options
 
     if args.output == STDOUT:
         raise CommandError("--output takes a file; --json prints every line as JSON")
@@ -97,10 +97,10 @@ def run(args: argparse.Namespace) -> int:
     first, *others = chosen
     # The log gets its name when there is a GPU, so that a refusal leaves an earlier run's log as it is.
     with written(log) as printed:
-        device = list(lines_of(first, options, Path(printed.name)))
+        device = list(_announced(first, options, Path(printed.name)))
         if device[0].is_met is False:
             raise CommandError(f"there is no GPU to check: {device[0].words}")
-    for line in chain(device, (line for part in others for line in lines_of(part, options, log))):
+    for line in chain(device, (line for part in others for line in _announced(part, options, log))):
         found.append(_judged(line, found))
         # Write the file before printing, so that it contains every line that was printed.
         with written(args.output) as file:
@@ -117,6 +117,14 @@ def exit_code(lines: Iterable[Line]) -> Exit:
     """Return the exit code that follows from all lines together."""
     verdicts = {line.verdict for line in lines}
     return Exit.FAILED if "fail" in verdicts else Exit.MISSED if "miss" in verdicts else Exit.OK
+
+
+def _announced(part: CheckPart, options: Options, log: Path) -> Iterator[Line]:
+    """Say which part runs, because its first line may take minutes; then run it and yield its lines."""
+    from kvoffload.gpu_check.parts import lines_of
+
+    say(f"checking {part.what}, at most {part.limit_s:g} s")
+    yield from lines_of(part, options, log)
 
 
 def _judged(line: Line, before: Sequence[Line]) -> Line:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -48,7 +49,7 @@ def test_gpu_check_runs_completely_and_writes_every_line(
     assert main([*SMALL, "--device", "cuda:1"]) == Exit.OK
     out, said = capsys.readouterr()
     printed = out.splitlines()
-    assert said == f"kvoffload: passed; all {len(printed)} lines are in gpu-check.json\n"
+    assert said.endswith(f"kvoffload: passed; all {len(printed)} lines are in gpu-check.json\n")
     lines = {one["what"]: one for one in json.loads((tmp_path / "gpu-check.json").read_text())["lines"]}
     assert len(printed) == len(lines)
     assert lines["GPU"]["words"].startswith("emulated device 1, CUDA 13.0")
@@ -70,7 +71,7 @@ def test_a_wrong_byte_ends_gpu_check_with_its_own_exit_code(
     printed, said = capsys.readouterr()
     lines = [json.loads(line) for line in printed.splitlines()]
     assert lines[-1]["median"] > 0
-    assert said.startswith("kvoffload: failed (see `fail`): do not offload on this machine; all ")
+    assert "\nkvoffload: failed (see `fail`): do not offload on this machine; all " in said
     assert [line["what"] for line in lines if line.get("is_last")] == [lines[-1]["what"]]
     assert lines[-1]["what"].startswith("wrong bytes, in batches")
 
@@ -87,6 +88,25 @@ def test_other_failures_do_not_end_gpu_check(
     assert main([*SMALL, "--only", "crash"]) == Exit.MISSED
     assert main(SMALL) == Exit.FAILED
     assert capsys.readouterr().out.splitlines()[-1] == "fail  the last: ValueError: no such thing: | none"
+
+
+def test_each_part_is_named_before_it_runs(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = {
+        "device": CheckPart("GPU", f"{HERE}:device", 60),
+        "ends": CheckPart("a part that ends", f"{HERE}:leaves", 90),
+    }
+    monkeypatch.setattr(command, "parts", lambda: parts)
+    with redirect_stdout(sys.stderr):
+        main(SMALL)
+    assert [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()[:-1]] == [
+        "checking GPU, at most 60 s",
+        "a device for tests",
+        "checking a part that ends, at most 90 s",
+        "found",
+        "ended with 7",
+    ]
 
 
 def test_an_unknown_part_is_one_error_and_leaves_no_file(
@@ -106,7 +126,7 @@ def test_an_output_in_the_logs_place_is_refused(tmp_path: Path, capsys: pytest.C
     assert there.read_text() == "an earlier run"
 
 
-def test_without_a_gpu_it_prints_one_line_and_leaves_no_file(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_so_and_leaves_no_file(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     (tmp_path / "sitecustomize.py").write_text(
@@ -119,7 +139,7 @@ def test_without_a_gpu_it_prints_one_line_and_leaves_no_file(tmp_path: Path) -> 
     assert ended.returncode == Exit.USAGE
     assert ended.stdout == ""
     assert list(folder.iterdir()) == []
-    (message,) = ended.stderr.splitlines()
+    _, message = ended.stderr.splitlines()
     assert "there is no GPU to check: no NVIDIA driver library for cuda:0" in message
     log = folder / "gpu-check.log"
     log.write_text("an earlier run")
