@@ -37,6 +37,9 @@ _CONTAINERS_DEFAULT = 64 * 2**20  # of /dev/shm in Docker and Kubernetes
 _GOOD_PAGE = 64 * 2**10
 _BATCHED = 12080  # since this CUDA version, one driver call can copy many blocks
 
+_CLIENT_BYTES = {"mooncake": 128 * 2**20, "s3": 300 * 2**20}
+"""About how much memory a connection to a remote tier takes, by the scheme of its URL (docs/store.md, docs/limits.md)."""
+
 SPEEDS = ((2 * 2**20, 0.85), (64 * 2**10, 0.8), (4 * 2**10, 0.5))
 """How fast scattered pages are copied in host memory, as a share of the speed of one large memcpy.
 
@@ -56,6 +59,12 @@ def needed_bytes(setup: Setup) -> int:
     return sizes.engines * setup.copies * share
 
 
+def _client_bytes(setup: Setup) -> int:
+    """Return about how much memory the connections to a remote tier take: the scheduler has one, and each rank."""
+    scheme = (setup.config.remote_url or "").partition(":")[0]
+    return setup.sizes.engines * (1 + setup.sizes.ranks) * _CLIENT_BYTES.get(scheme, 0)
+
+
 def _host_memory(setup: Setup) -> Finding:
     needed, before = needed_bytes(setup), _orphan_bytes(setup)
     if setup.config.host_hugetlbfs is not None:
@@ -71,7 +80,9 @@ def _host_memory(setup: Setup) -> Finding:
     if (limit := exceeded(new, limits)) is not None:
         return fail(f"{text} are too much for {limit}: {size_text(RESERVE)} must stay free", _LESS)
     limit = min(limits, key=lambda one: one.left)
-    if new > limit.left - limit.left // _SPARE:
+    if clients := _client_bytes(setup):
+        text += f" and some {size_text(clients)} of connections to the remote tier"
+    if new + clients > limit.left - limit.left // _SPARE:
         return warn(f"{text} leave less than a tenth of {limit}; the engine itself needs some too", _LESS)
     return ok(f"{text} fit {limit}")
 

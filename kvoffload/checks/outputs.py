@@ -20,6 +20,7 @@ _NETWORKED = ("nfs", "cifs", "smb3", "ceph", "9p", "virtiofs", "fuse")
 _OTHER_SERVER = (
     "choose an S3 server with conditional writes, ranges, and listings in order that begin at start-after"
 )
+_UNTRIED = "neither its speed nor its free space was tried"
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -180,8 +181,11 @@ def _remote(setup: Setup) -> Finding | None:
     if lacks:
         return warn("; ".join([*lacks, address.caution]).removesuffix("; "), _OTHER_SERVER)
     if address.caution:
-        return warn(address.caution, "keep it in a network of engines and remote tiers only, or use TLS (S3)")
-    return ok(f"{address} answers")
+        return warn(
+            f"{address.caution}; {_UNTRIED}",
+            "keep it in a network of engines and remote tiers only, or use TLS (S3)",
+        )
+    return ok(f"{address} answers; {_UNTRIED}")
 
 
 def _no_mooncake(address: MooncakeAddress) -> Finding | None:

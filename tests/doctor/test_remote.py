@@ -9,15 +9,39 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload.checks.check import Verdict, run_checks
+from kvoffload.checks import memory
+from kvoffload.checks.check import Sizes, Verdict, run_checks
 from kvoffload.checks.outputs import CHECKS
-from tests.doctor.trees import ask, machine, setup
+from tests.doctor.trees import GIB, ask, machine, setup
 from tests.remote.http_servers import BUCKET, S3Server
 from tests.remote.servers import SecureBucket
+
+UNTRIED = "neither its speed nor its free space was tried"
 
 
 def found(url: str, tmp_path: Path) -> tuple[str, str]:
     return ask(CHECKS, "remote tier", setup(remote_url=url), machine(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("url", "host_gib", "verdict", "taken"),
+    [
+        (None, 90, "ok", ""),
+        ("mooncake://host:1", 80, "ok", " and some 1.1 GiB of connections"),
+        ("s3://bucket", 80, "ok", " and some 2.6 GiB of connections"),
+        ("s3://bucket", 88, "warning", " and some 2.6 GiB of connections"),
+        ("s3://bucket", 100, "error", ""),
+    ],
+)
+def test_connections_to_a_remote_tier_take_memory_beside_the_hosts(
+    url: str | None, host_gib: int, verdict: str, taken: str, tmp_path: Path
+) -> None:
+    """The machine has 100 GiB left."""
+    known = setup(host_bytes=host_gib * GIB, remote_url=url, sizes=Sizes(ranks=8))
+    said, text = ask(memory.CHECKS, "host memory", known, machine(tmp_path))
+    assert said == verdict
+    assert taken in text
+    assert ("connections" in text) == bool(taken)
 
 
 @pytest.mark.parametrize("url", ["mooncake://host", "mooncake://host:1?protocol=udp", "s3://bucket?x=1"])
@@ -35,6 +59,7 @@ def test_a_master_that_answers_is_a_warning_because_anyone_can_read_it(tmp_path:
     assert verdict == "warning"
     assert "no authentication" in text
     assert "all addresses" in text
+    assert text.endswith(UNTRIED)
 
 
 @pytest.mark.parametrize("url", ["mooncake://127.0.0.1:1", "s3://bucket"])
@@ -91,7 +116,7 @@ def test_a_bucket_with_tls_that_does_everything_is_fine(
     with closing(SecureBucket(tmp_path)) as bucket:
         bucket.reach(monkeypatch)
         monkeypatch.setenv("SSL_CERT_FILE", str(bucket.certificate))
-        assert found(bucket.url, tmp_path) == ("ok", f"{bucket.url}/ answers")
+        assert found(bucket.url, tmp_path) == ("ok", f"{bucket.url}/ answers; {UNTRIED}")
 
 
 @pytest.mark.parametrize("method", ["PUT", "GET"])
