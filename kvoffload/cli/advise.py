@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from math import log2
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from kvoffload.cli.exits import CommandError, Exit
 from kvoffload.cli.top import LOST, SAVED, UNSURE, Reading, Server, page_url, predicted, unknown
 from kvoffload.model.config import AUTO, size_text
-from kvoffload.model.wire import Tier
+from kvoffload.model.wire import LOWER_TIERS, Tier
 from kvoffload.telemetry.catalogue import POLICIES, HostBytes, TierSizes
 
 if TYPE_CHECKING:
@@ -257,8 +257,18 @@ def _trust(reading: Reading) -> Sentence:
     seconds = reading.total("kvoffload_predicted_seconds")
     margin = reading.total("kvoffload_predicted_margin_ratio") if seconds else 1.0
     tiers = TierSizes.HOST_AND_DISK if _tier_bytes(reading, Tier.DISK) else TierSizes.HOST
-    today, measured = predicted(reading, tiers)[1], _measured(reading)
-    numbers = {"seconds": seconds, "margin": margin, "today": today, "measured": measured}
+    today, measured = predicted(reading, tiers)[1], _found(reading, (Tier.DEVICE, Tier.HOST, Tier.DISK))
+    others = _found(reading, [tier for tier in LOWER_TIERS if not tier.has_slots])
+    numbers = {
+        "seconds": seconds,
+        "margin": margin,
+        "today": today,
+        "measured": measured,
+        "others": others,
+    }
+    end = "."
+    if others >= _WORTH:
+        end = f"; another {_percent(others)} came from other engines' memory or the remote tier, so that other sizes bring less than they find."
     doubts = [
         text
         for text, is_so in (
@@ -274,18 +284,18 @@ def _trust(reading: Reading) -> Sentence:
         if is_so
     ]
     if doubts:
-        return Sentence("trust", f"Do not trust these numbers yet: {'; '.join(doubts)}.", numbers)
-    text = f"These numbers rest on {_duration(seconds)} of traffic; {_percent(measured)} of prompt tokens were found, {_percent(today)} were predicted for today's size."
+        return Sentence("trust", f"Do not trust these numbers yet: {'; '.join(doubts)}{end}", numbers)
+    text = f"These numbers rest on {_duration(seconds)} of traffic; {_percent(measured)} of prompt tokens were found, {_percent(today)} were predicted for today's size{end}"
     return Sentence("trust", text, numbers)
 
 
 # -- numbers ------------------------------------------------------------------------------------------------------
 
 
-def _measured(reading: Reading) -> float:
-    """Return the share of prompt tokens that the device, the host and the disk had."""
+def _found(reading: Reading, tiers: Iterable[Tier]) -> float:
+    """Return the share of prompt tokens that these tiers had."""
     name = "kvoffload_prompt_tokens_total"
-    found = sum(reading.total(name, source=tier.value) for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK))
+    found = sum(reading.total(name, source=tier.value) for tier in tiers)
     return found / max(reading.total(name), 1.0)
 
 

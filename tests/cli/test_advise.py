@@ -20,6 +20,7 @@ from kvoffload.model.causes import LoadOutcome, StoreOutcome
 from kvoffload.model.engine import EngineShape
 from kvoffload.model.groups import AttentionKind, GroupSpec
 from kvoffload.model.ids import GroupId, JobId, RequestId
+from kvoffload.model.wire import Tier
 from kvoffload.telemetry.capacity import CapacityCurve, Sizes
 from kvoffload.telemetry.catalogue import CAPACITIES, POLICIES, Series
 from kvoffload.telemetry.exporter import KVOffloadCollector, serve
@@ -181,6 +182,16 @@ def test_advice_says_when_not_to_trust_it(state: Mapping[str, Series], doubt: st
         )
     else:
         assert said == f"Do not trust these numbers yet: {doubt}."
+
+
+@pytest.mark.parametrize(("fetched", "share"), [((), None), (((Tier.NODE, 30), (Tier.REMOTE, 70)), "50 %")])
+def test_advice_says_what_came_from_tiers_that_are_not_predicted(
+    fetched: tuple[tuple[Tier, int], ...], share: str | None
+) -> None:
+    engine = Engine(kvoffload_predicted_hit_tokens_ratio=ratios((0.145,) * 6))
+    engine.bus.publish(events.FirstTokenReached(A, None, 0.1, 0, 0, fetched, 100 - len(fetched) * 50))
+    end = f"; another {share} came from other engines' memory or the remote tier, so that other sizes bring less than they find."
+    assert engine.texts()["trust"].endswith(end if share else " for today's size.")
 
 
 def test_a_young_engine_says_what_it_cannot_know() -> None:
