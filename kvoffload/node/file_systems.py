@@ -3,7 +3,9 @@
 A hugetlbfs accepts no write(2), no symbolic links and only sizes of whole huge pages. So a rank's file is there under a
 random name, and a link in the engine's folder on the tmpfs leads to it:
 
-    host_path/<kind>/0/rank0  ─▶  host_hugetlbfs/<random>
+    host_path/<kind>/0/rank0  ─▶  host_hugetlbfs/<folder>-<random>
+
+The name has the numbers of that folder, so that a link in a copy of the folder, which leads to the same memory, counts as none.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ LARGEST_PAGE = 2 * 2**20
 """The bytes of a huge page. Of larger ones, each chunk would waste most."""
 
 _TMPFS, _HUGETLBFS = "tmpfs", "hugetlbfs"
-_RANDOM = re.compile(r"[0-9a-f]{32}")
+_RANDOM = "[0-9a-f]{32}"
 
 
 def file_system_of(path: Path) -> str | None:
@@ -156,7 +158,7 @@ def open_memory_file(folder: OpenFolder, name: str, flags: int) -> int:
     """Open a rank's file, in the engine's folder or where its link leads.
 
     Raises:
-        DiskError: the file is not a plain file of this user.
+        DiskError: the file is not a plain file of this user, or a link to another folder's memory.
         OSError: the file is missing or cannot be opened.
     """
     target = _target(folder, name)
@@ -173,24 +175,37 @@ def place_memory_file(folder: OpenFolder, name: str, pages: Path | None) -> bool
     """
     target = _target(folder, name)
     pages = pages and pages.absolute()  # a link's relative path would begin in the engine's folder
-    is_elsewhere = name in os.listdir(folder.descriptor) and pages != (target and target.parent)
+    is_here = _link(folder, name) is None if pages is None else target is not None and target.parent == pages
+    is_elsewhere = not is_here and name in os.listdir(folder.descriptor)
     if is_elsewhere:
         remove_memory(folder, name)
-    if pages is not None and (target is None or is_elsewhere):
-        os.symlink(pages / secrets.token_hex(16), name, dir_fd=folder.descriptor)
+    if pages is not None and not is_here:
+        os.symlink(pages / (_prefix(folder) + secrets.token_hex(16)), name, dir_fd=folder.descriptor)
     return is_elsewhere
 
 
 def remove_memory(folder: OpenFolder, name: str) -> None:
     """Remove a file of an engine's folder if it exists, and the memory to which it leads."""
     target = _target(folder, name)
-    if target is not None and _RANDOM.fullmatch(target.name):
+    if target is not None:
         target.unlink(missing_ok=True)
     folder.unlink(name)
 
 
 def _target(folder: OpenFolder, name: str) -> Path | None:
-    """Return where a link in an engine's folder leads; None for a file and for a missing name."""
+    """Return which memory of this folder a link leads to; None for a file, a missing name and the link of another folder."""
+    link = _link(folder, name)
+    is_ours = link is not None and re.fullmatch(_prefix(folder) + _RANDOM, link.name)
+    return link if is_ours else None
+
+
+def _prefix(folder: OpenFolder) -> str:
+    """Return how the names of a folder's memory begin. A copy of the folder has another number, a renamed folder has not."""
+    found = os.fstat(folder.descriptor)
+    return f"{found.st_dev:x}-{found.st_ino:x}-"
+
+
+def _link(folder: OpenFolder, name: str) -> Path | None:
     with suppress(OSError):
         return Path(os.readlink(name, dir_fd=folder.descriptor))
     return None

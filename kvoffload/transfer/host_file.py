@@ -286,7 +286,8 @@ def _opened(claim: Claim, shape: RankShape, slots: int, pages: Path | None, file
     """Open a rank's file and its checksums, and add their descriptors to `files`."""
     folder, name = claim.folder, file_name(shape.rank)
     if place_memory_file(folder, name, pages):
-        log.warning("host_memory_replaced", file=str(folder.path / name), reason="host_hugetlbfs is another")
+        reason = "host_hugetlbfs is another, or the folder is a copy"
+        log.warning("host_memory_replaced", file=str(folder.path / name), reason=reason)
     descriptor = open_memory_file(folder, name, os.O_RDWR | os.O_CREAT)
     files.append(descriptor)
     found = _read_header(folder, name, descriptor, shape)

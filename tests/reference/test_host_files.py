@@ -682,10 +682,25 @@ def test_memory_that_moves_into_huge_pages_or_out_begins_empty_and_leaves_nothin
     with capture_logs() as logs:
         made = start(extra=after)
     assert [line["reason"] for line in logs if line["event"] == "host_memory_replaced"] == [
-        "host_hugetlbfs is another"
+        "host_hugetlbfs is another, or the folder is a copy"
     ]
     assert loaded(made) == 0
     assert len(os.listdir(huge_pages)) == into_pages
+
+
+@pytest.mark.parametrize("in_pages", [True, False])
+def test_r20_an_engine_on_a_copy_of_the_folder_leaves_the_memory_of_the_first_as_it_is(
+    start: StartEngine, shared_memory: Path, huge_pages: Path, in_pages: bool
+) -> None:
+    """Links in the copy lead to the memory of the first engine."""
+    pool = {"host_hugetlbfs": huge_pages}
+    start(extra=pool).run(PROMPT)
+    copy = Path(shutil.copytree(shared_memory, shared_memory / "copy" / "of", symlinks=True))
+    beside = start(host_path=copy, extra=pool if in_pages else NONE)
+    assert indexed(beside) == {}
+    beside.run(text(2, 10 * BLOCK))
+    assert len(os.listdir(huge_pages)) == 1 + in_pages
+    assert loaded(start(extra=pool)) == len(PROMPT) // BLOCK - 1
 
 
 def test_removed_memory_gives_its_huge_pages_back(
