@@ -171,9 +171,12 @@ def _slots_in_files(
     slots = config.host_bytes // ranks.copies // layout.slot_bytes
     kept = claim.size(in_pages=place.pages is not None)
     size = ranks.checked_copies * shape.file_bytes(slots) - kept
+    # While the scheduler's process writes its table, that of the process before is still there.
+    tables = 2 * table_bytes(slots, ranks.count)
     if place.pages is None:
-        # While the scheduler's process writes its table, that of the process before is still there.
-        size += 2 * table_bytes(slots, ranks.count)
+        size += tables
+    else:
+        check_free(place.root, None, tables - claim.size(in_pages=False))
     # A pool of huge pages is apart from the memory that the system and its cgroups count.
     from_pool = max(size, 0) if place.pages else 0
     if ranks.rank % ranks.local == 0:

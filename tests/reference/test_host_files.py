@@ -721,6 +721,16 @@ def test_a_pool_of_huge_pages_that_is_too_small_is_an_error_that_says_how_to_enl
         start(extra={"host_hugetlbfs": huge_pages}, host_blocks=2**30 // slot_bytes("full"))
 
 
+def test_a_tmpfs_without_room_for_the_table_of_memory_in_huge_pages_is_an_error_that_names_it(
+    start: StartEngine, huge_pages: Path
+) -> None:
+    with (
+        mounted("tmpfs", "size=64k") as root,
+        pytest.raises(ConfigError, match=r"the tmpfs of .* has .* left, and host_bytes needs .* more"),
+    ):
+        start(host_path=root, extra={"host_hugetlbfs": huge_pages})
+
+
 @pytest.mark.parametrize("is_missing", [True, False])
 def test_a_folder_that_is_not_on_a_hugetlbfs_is_an_error(
     start: StartEngine, tmp_path: Path, is_missing: bool
