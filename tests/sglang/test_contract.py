@@ -100,6 +100,7 @@ def start(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     from kvoffload_sglang import storage
     from kvoffload_sglang.identity import Engine
+    from sglang_cpu_ops.patient import PatientStorage
 
     monkeypatch.setattr("kvoffload_sglang.identity.process_began_ns", lambda: None)
     namespaces = {each._NS_PATH: tuple(one.name for one in fields(each)) for each in ServerArgs._NAMESPACES}
@@ -119,7 +120,7 @@ def start(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPa
             config = HiCacheStorageConfig(**{**alone, "model_name": "model", "extra_config": extra, **rank})
             engine = Engine({**settings, **(sglang or {})}, namespaces, config, 0, "this one")
             monkeypatch.setattr(storage, "this_engine", lambda _: engine)
-            made = storage.KVOffloadStorage(config, {})
+            made = PatientStorage(config, {})
             running.callback(made.close)
             made.register_mem_pool_host(pools["kv"])
             for name, pool in pools.items():

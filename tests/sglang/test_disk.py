@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sglang.prompts import STATE, Prompts, attached
+from tests.sglang.prompts import PATIENT, STATE, Prompts, attached
 from tests.sglang.stock.engines import PAGE, Server, wait_until
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -19,7 +19,7 @@ Attach = Callable[..., AbstractContextManager[None]]
 @pytest.fixture
 def disk(server: Server, tmp_path: Path) -> Attach:
     """Return a function that attaches our backend with its disk in `tmp_path`."""
-    return partial(attached, server, disk_path=str(tmp_path))
+    return partial(attached, server, **PATIENT, disk_path=str(tmp_path))
 
 
 def test_evicted_pages_are_read_from_the_disk_and_tokens_stay_the_same(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.sglang.prompts import STATE, Prompts
+from tests.sglang.prompts import PATIENT, STATE, Prompts
 from tests.sglang.stock.engines import PAGE, Server, serving, wait_until
 from tests.vllm.stock.checkpoints import make
 
@@ -60,7 +60,7 @@ def test_servers_killed_at_random_serve_correct_tokens_from_earlier_servers_page
 def test_each_of_two_ranks_stores_its_half(
     server: Server, some: Prompts, model: Path, tmp_path: Path
 ) -> None:
-    settings = {"disk_path": str(tmp_path / "disk")}
+    settings = {**PATIENT, "disk_path": str(tmp_path / "disk")}
     options: dict[str, Any] = {"tp_size": 2, "hicache_mem_layout": "page_first_direct"}
     environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with serving(model, tmp_path / "log", storage=settings, environment=environment, **options) as two:
