@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvoffload.model.ids import BlockKey
+from kvoffload.telemetry import policies
 from kvoffload.telemetry.policies import SAMPLE_BLOCKS, PolicyChoice
 from tests.bench.policies import POLICIES, replay
 from tests.bench.workloads import draw_workload
@@ -48,12 +49,13 @@ def test_blocks_of_an_answer_are_used_with_their_prompt() -> None:
     assert made.found()["eager"] == pytest.approx(2 / 3)
 
 
-def test_a_hot_block_outside_the_sample_is_counted() -> None:
+def test_a_hot_block_outside_the_sample_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """One block is looked up 1,000 times, each time before a block that never returns: half of all lookups find it."""
-    found = []
+    sample, found = 512, []
+    monkeypatch.setattr(policies, "SAMPLE_BLOCKS", sample)
     for seed in range(8):
-        made = choice(device=0, host=4 * SAMPLE_BLOCKS)
-        for number in range(2 * SAMPLE_BLOCKS):  # of so many blocks, only a share is in the sample
+        made = choice(device=0, host=4 * sample)
+        for number in range(2 * sample):  # of so many blocks, only a share is in the sample
             made.request([BlockKey(b"%d %d" % (seed, number))], 0)
         assert made.rate < 0.6
         for number in range(1000):
