@@ -268,7 +268,7 @@ def _trust(reading: Reading) -> Sentence:
     }
     end = "."
     if others >= _WORTH:
-        end = f"; another {_percent(others)} came from other engines' memory or the remote tier, so that other sizes bring less than they find."
+        end = f"; another {_percent(others)} came from other engines' memory or the remote tier, and another size would find a part of it, too."
     doubts = [
         text
         for text, is_so in (

@@ -190,7 +190,7 @@ def test_advice_says_what_came_from_tiers_that_are_not_predicted(
 ) -> None:
     engine = Engine(kvoffload_predicted_hit_tokens_ratio=ratios((0.145,) * 6))
     engine.bus.publish(events.FirstTokenReached(A, None, 0.1, 0, 0, fetched, 100 - len(fetched) * 50))
-    end = f"; another {share} came from other engines' memory or the remote tier, so that other sizes bring less than they find."
+    end = f"; another {share} came from other engines' memory or the remote tier, and another size would find a part of it, too."
     assert engine.texts()["trust"].endswith(end if share else " for today's size.")
 
 
