@@ -1,8 +1,10 @@
 #!/bin/bash
-# Expected: ai-tokenizer, which counts and encodes prompts as tiktoken does, encodes the whole text, and `decode` gives it back. The byte order mark U+FEFF, with
-#   which many source files begin, is a character, and a token of cl100k_base and o200k_base. js-tiktoken encodes it.
-# Happens: at the text's beginning the mark is left out if a letter follows: "U+FEFF using System;" has the tokens of "using System;", so that two different
-#   prompts have the same tokens, and a count is too low. Before other characters and inside a text it is encoded, and `decode` drops it.
+# Expected: ai-tokenizer, which counts and encodes prompts as tiktoken does, encodes the whole text, and `decode` gives it back. The byte
+#   order mark U+FEFF, with which many source files begin, is a character, and a token of cl100k_base and o200k_base. js-tiktoken encodes
+#   it.
+# Happens: at the text's beginning the mark is left out if a letter follows: "U+FEFF using System;" has the tokens of "using System;", so
+#   that two different prompts have the same tokens, and a count is too low. Before other characters and inside a text it is encoded, and
+#   `decode` drops it.
 # Versions: ai-tokenizer 1.0.6, js-tiktoken 1.0.21 (npm), Node.js 20. Needs npm.
 set -eu
 folder=$(mktemp -d)
@@ -28,7 +30,8 @@ for (const name of ["cl100k_base", "o200k_base"]) {
     return tokens.join();
   });
   const texts = ["\ufeffusing System;", "\ufeffabc", "\ufeffSELECT 1"];
-  const isLeftOut = texts.every((text) => ai.encode(text).join() === ai.encode(text.slice(1)).join() && js.encode(text).join() !== js.encode(text.slice(1)).join());
+  const hasTokensOfTheRest = (tokenizer, text) => tokenizer.encode(text).join() === tokenizer.encode(text.slice(1)).join();
+  const isLeftOut = texts.every((text) => hasTokensOfTheRest(ai, text) && !hasTokensOfTheRest(js, text));
   if (!isLeftOut || without !== js.encode("using System;").join() || inside !== [js.encode("a"), mark].join()) isSo = false;
   if (ai.decode(ai.encode("a\ufeff")) !== "a") isSo = false;
 }

@@ -1,9 +1,9 @@
 #!/bin/bash
-# Expected: crc-full's `compute` gives a CRC and `computeBuffer` the same one as bytes, for each of its models. A CRC of 32 bits is a number from 0
-#   to 4,294,967,295, as zlib's is, and four bytes.
-# Happens: a 32-bit CRC with its highest bit set, half of all, comes out of `compute` as a negative number, and `computeBuffer` raises an ERR_OUT_OF_RANGE.
-#   So a block's checksum can be stored or not, depending on the block, and `compute` is equal to what a header says for half of the
-#   blocks only. With 8 and 16 bits all are right.
+# Expected: crc-full's `compute` gives a CRC and `computeBuffer` the same one as bytes, for each of its models. A CRC of 32 bits is a number
+#   from 0 to 4,294,967,295, as zlib's is, and four bytes.
+# Happens: a 32-bit CRC with its highest bit set, half of all, comes out of `compute` as a negative number, and `computeBuffer` raises an
+#   ERR_OUT_OF_RANGE. So a block's checksum can be stored or not, depending on the block, and `compute` is equal to what a header says for
+#   half of the blocks only. With 8 and 16 bits all are right.
 # Versions: crc-full 1.1.0 (npm), Node.js 20, Python 3.11. Needs npm.
 set -eu
 folder=$(mktemp -d)

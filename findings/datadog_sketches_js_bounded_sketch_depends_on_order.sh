@@ -1,9 +1,10 @@
 #!/bin/bash
-# Expected: Datadog's LogCollapsingLowestDenseDDSketch keeps at most `binLimit` bins and joins the lowest ones if there are more, so that the high
-#   quantiles, the p99 of a latency, keep their relative error of 1%, whatever the order of the numbers is. Its twin joins the highest ones.
-# Happens: in JavaScript it is so if the numbers fall. If they rise, as a queue's times do when it fills, the new bins are joined as well: with 512 bins
-#   the p99 of numbers from 1 to 400 million is a ten-thousandth of what it is, and the maximum too. The twin loses the low quantiles if
-#   the numbers fall. Datadog's sketch for Python has the right quantiles in both orders.
+# Expected: Datadog's LogCollapsingLowestDenseDDSketch keeps at most `binLimit` bins and joins the lowest ones if there are more, so that
+#   the high quantiles, the p99 of a latency, keep their relative error of 1%, whatever the order of the numbers is. Its twin joins the
+#   highest ones.
+# Happens: in JavaScript it is so if the numbers fall. If they rise, as a queue's times do when it fills, the new bins are joined as well:
+#   with 512 bins the p99 of numbers from 1 to 400 million is a ten-thousandth of what it is, and the maximum too. The twin loses the low
+#   quantiles if the numbers fall. Datadog's sketch for Python has the right quantiles in both orders.
 # Versions: @datadog/sketches-js 2.1.1 (npm), Node.js 20, ddsketch 3.0.1, Python 3.11. Needs npm.
 set -eu
 folder=$(mktemp -d)
@@ -30,7 +31,8 @@ from pathlib import Path
 import ddsketch
 
 RISING = [1.002**number for number in range(10_000)]
-print("@datadog/sketches-js", json.loads(Path("node_modules/@datadog/sketches-js/package.json").read_text())["version"], "ddsketch", version("ddsketch"))
+package = json.loads(Path("node_modules/@datadog/sketches-js/package.json").read_text())
+print("@datadog/sketches-js", package["version"], "ddsketch", version("ddsketch"))
 right = {}
 for name, quantile in (("LogCollapsingLowestDenseDDSketch", 0.99), ("LogCollapsingHighestDenseDDSketch", 0.01)):
     for order, numbers in (("rising", RISING), ("falling", RISING[::-1])):

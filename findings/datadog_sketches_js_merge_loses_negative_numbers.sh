@@ -1,10 +1,10 @@
 #!/bin/bash
-# Expected: Datadog's sketches are mergeable: the sketch that comes of two has the quantiles of all their numbers, with a relative error of 1%.
-#   "Both positive and negative numbers are supported", says the README.
-# Happens: `merge` in JavaScript takes the other sketch's negative numbers into the count, the sum and the minimum, and not into the bins. So ranks are
-#   counted in bins that lack them: merged with -7, -6, -5 and 100, the median of 1, 2, 3 is 100, which is the greatest number, and not 1.
-#   Merging into an empty sketch is right, and so is Datadog's sketch for Python. Differences of two times, such as a load's gain, have
-#   both signs. Known: DataDog/sketches-js issue 22, open.
+# Expected: Datadog's sketches are mergeable: the sketch that comes of two has the quantiles of all their numbers, with a relative error of
+#   1%. "Both positive and negative numbers are supported", says the README.
+# Happens: `merge` in JavaScript takes the other sketch's negative numbers into the count, the sum and the minimum, and not into the bins.
+#   So ranks are counted in bins that lack them: merged with -7, -6, -5 and 100, the median of 1, 2, 3 is 100, which is the greatest number,
+#   and not 1. Merging into an empty sketch is right, and so is Datadog's sketch for Python. Differences of two times, such as a load's
+#   gain, have both signs. Known: DataDog/sketches-js issue 22, open.
 # Versions: @datadog/sketches-js 2.1.1 (npm), Node.js 20. Needs npm.
 set -eu
 folder=$(mktemp -d)

@@ -1,8 +1,8 @@
 #!/bin/bash
-# Expected: `flexbuffers.Dumps` of Python's flatbuffers packs an int of 64 bits. FlexBuffers have signed and unsigned ones, and the builder writes an unsigned one
-#   with `UInt`. A hash of a KV block, as vLLM's events and xxhash have it, is unsigned.
-# Happens: an int of 2^63 or more, half of all such hashes, is a ValueError ("value is too big to encode"): each int is taken for a signed one. In the message
-#   it is twice the number. `UInt` and `Loads` work with the same number.
+# Expected: `flexbuffers.Dumps` of Python's flatbuffers packs an int of 64 bits. FlexBuffers have signed and unsigned ones, and the builder
+#   writes an unsigned one with `UInt`. A hash of a KV block, as vLLM's events and xxhash have it, is unsigned.
+# Happens: an int of 2^63 or more, half of all such hashes, is a ValueError ("value is too big to encode"): each int is taken for a signed
+#   one. In the message it is twice the number. `UInt` and `Loads` work with the same number.
 # Versions: flatbuffers 25.12.19, xxhash 4.1.0, Python 3.11.
 set -eu
 folder=$(mktemp -d)

@@ -1,9 +1,9 @@
 #!/bin/bash
-# Expected: `flexbuffers.Dumps` of Python's flatbuffers packs a float. FlexBuffers have floats of 32 and 64 bits, and `Dumps` takes 64 where 32 lose digits,
-#   as for 0.1. The builder's `Float(value, 8)` writes a float of 8 bytes.
-# Happens: a float above the range of float32, 3.4e38, is an OverflowError ("float too large to pack with f format"), alone and in a list: to see whether
-#   32 bits are enough, it is packed in 32 bits. So are a sum of squares and a mask of -1e300, while infinity is packed. With the width given,
-#   `Float(1e300, 8)` and `Loads` work.
+# Expected: `flexbuffers.Dumps` of Python's flatbuffers packs a float. FlexBuffers have floats of 32 and 64 bits, and `Dumps` takes 64 where
+#   32 lose digits, as for 0.1. The builder's `Float(value, 8)` writes a float of 8 bytes.
+# Happens: a float above the range of float32, 3.4e38, is an OverflowError ("float too large to pack with f format"), alone and in a list:
+#   to see whether 32 bits are enough, it is packed in 32 bits. So are a sum of squares and a mask of -1e300, while infinity is packed. With
+#   the width given, `Float(1e300, 8)` and `Loads` work.
 # Versions: flatbuffers 25.12.19, Python 3.11.
 set -eu
 folder=$(mktemp -d)

@@ -1,9 +1,10 @@
 #!/bin/bash
-# Expected: gpt-tokenizer is "a port of OpenAI's tiktoken" and gives its tokens. The byte order mark U+FEFF, with which many source files begin that stand in
-#   prompts, is a token of cl100k_base and of o200k_base, and "U+FEFF using", as C# begins, and U+FEFF twice are tokens as well.
-# Happens: gpt-tokenizer does not know these tokens: the mark becomes two or three other ones, with the same bytes. `countTokens` counts too many, and the
-#   ids and the hashes of the first block, and so of all that follow, are not those of tiktoken. js-tiktoken
-#   has the right ones.
+# Expected: gpt-tokenizer is "a port of OpenAI's tiktoken" and gives its tokens. The byte order mark U+FEFF, with which many source files
+#   begin that stand in prompts, is a token of cl100k_base and of o200k_base, and "U+FEFF using", as C# begins, and U+FEFF twice are tokens
+#   as well.
+# Happens: gpt-tokenizer does not know these tokens: the mark becomes two or three other ones, with the same bytes. `countTokens` counts too
+#   many, and the ids and the hashes of the first block, and so of all that follow, are not those of tiktoken. js-tiktoken has the right
+#   ones.
 # Versions: gpt-tokenizer 4.0.0, js-tiktoken 1.0.21 (npm; tiktoken's ranks are from it), tiktoken 0.14.0, Python 3.11. Needs npm.
 set -eu
 folder=$(mktemp -d)

@@ -1,9 +1,9 @@
 #!/bin/bash
-# Expected: "%g" in Jsonnet follows "the same rules as Python", by the documentation of the standard library: six significant digits, or as many as "%.3g"
-#   asks for. 0.000123456 is "0.000123456", and "0.000123" with "%.3g".
-# Happens: the digits are counted from the point, and zeros count: "%g" gives "0.00012", and "%.3g" gives "0". From 0.0001 to 1 each zero after the point takes
-#   one digit from the number. So a limit in seconds that a dashboard or a rule has from "%.3g" is 0. The implementations in C++, Go and Rust
-#   do the same. Other faults of "%g" are known: google/jsonnet issue 1327, google/go-jsonnet issue 890.
+# Expected: "%g" in Jsonnet follows "the same rules as Python", by the documentation of the standard library: six significant digits, or as
+#   many as "%.3g" asks for. 0.000123456 is "0.000123456", and "0.000123" with "%.3g".
+# Happens: the digits are counted from the point, and zeros count: "%g" gives "0.00012", and "%.3g" gives "0". From 0.0001 to 1 each zero
+#   after the point takes one digit from the number. So a limit in seconds that a dashboard or a rule has from "%.3g" is 0. The
+#   implementations in C++, Go and Rust do the same. Other faults of "%g" are known: google/jsonnet issue 1327, google/go-jsonnet issue 890.
 # Versions: jsonnet 0.22.0, gojsonnet 0.22.0, rjsonnet 0.5.6, Python 3.11.
 set -eu
 folder=$(mktemp -d)

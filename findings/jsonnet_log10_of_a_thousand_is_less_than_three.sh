@@ -1,9 +1,9 @@
 #!/bin/bash
-# Expected: `std.log10(1000)` in Jsonnet is 3, and `std.log2` of a power of two is the power, as in Python, C, Go and JavaScript, whose functions of
-#   these names are exact there. So `std.floor(std.log10(n)) + 1` is a number's count of digits, and `std.pow(2, std.floor(std.log2(n)))` the
-#   greatest power of two in it.
-# Happens: both divide two natural logarithms: `std.log10(1000)` is 2.9999999999999996, and rounded down it is 2. Six of the powers of ten to 10^15 are
-#   wrong, and eight of those of two to 2^60. The implementation in Go, which has exact functions at hand, does the same.
+# Expected: `std.log10(1000)` in Jsonnet is 3, and `std.log2` of a power of two is the power, as in Python, C and JavaScript, whose
+#   functions of these names are exact there. So `std.floor(std.log10(n)) + 1` is a number's count of digits, and
+#   `std.pow(2, std.floor(std.log2(n)))` the greatest power of two in it.
+# Happens: both divide two natural logarithms: `std.log10(1000)` is 2.9999999999999996, and rounded down it is 2. Six of the powers of ten
+#   to 10^15 are wrong, and eight of those of two to 2^60. The implementations in C++ and Go have the same numbers.
 # Versions: jsonnet 0.22.0, gojsonnet 0.22.0, Python 3.11.
 set -eu
 folder=$(mktemp -d)

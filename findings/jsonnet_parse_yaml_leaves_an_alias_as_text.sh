@@ -1,9 +1,9 @@
 #!/bin/bash
-# Expected: Jsonnet's `std.parseYaml` reads YAML by "best effort", and what cannot be converted is an error, by its documentation. An alias such
-#   as `*limits` stands for what was marked with `&limits`, as manifests and Compose files use it, and `~` is null.
-# Happens: the implementation in C++ gives the text "*limits" and drops the mark, gives "~" for null, and "0x10" for 16, without an error. The same
-#   version in Go reads them. So the manifests of one program differ between the two. Of the aliases it is known: google/jsonnet issue
-#   1162 and pull request 1165, both open, from the time when an alias ended the whole program.
+# Expected: Jsonnet's `std.parseYaml` reads YAML by "best effort", and what cannot be converted is an error, by its documentation. An alias
+#   such as `*limits` stands for what was marked with `&limits`, as manifests and Compose files use it, and `~` is null.
+# Happens: the implementation in C++ gives the text "*limits" and drops the mark, gives "~" for null, and "0x10" for 16, without an error.
+#   The same version in Go reads them. So the manifests of one program differ between the two. Of the aliases it is known: google/jsonnet
+#   issue 1162 and pull request 1165, both open, from the time when an alias ended the whole program.
 # Versions: jsonnet 0.22.0, gojsonnet 0.22.0, pyyaml 6.0.3, Python 3.11.
 set -eu
 folder=$(mktemp -d)

@@ -1,8 +1,8 @@
 #!/bin/bash
-# Expected: `std.round` of Jsonnet gives the nearest integer, and one program gives the same manifests and dashboards with Jsonnet's two implementations,
-#   in C++ and in Go, of the same version.
-# Happens: with the one in C++, -2.5 becomes -2, and -1.5 becomes -1; with the one in Go they are -3 and -2. 2.5 is 3 with both. In C++
-#   it is the integer below x + 0.5, so that 0.49999999999999994, which is nearer to 0, becomes 1.
+# Expected: `std.round` of Jsonnet gives the nearest integer, and one program gives the same manifests and dashboards with Jsonnet's two
+#   implementations, in C++ and in Go, of the same version.
+# Happens: with the one in C++, -2.5 becomes -2, and -1.5 becomes -1; with the one in Go they are -3 and -2. 2.5 is 3 with both. In C++ it
+#   is the integer below x + 0.5, so that 0.49999999999999994, which is nearer to 0, becomes 1.
 # Versions: jsonnet 0.22.0, gojsonnet 0.22.0, Python 3.11.
 set -eu
 folder=$(mktemp -d)

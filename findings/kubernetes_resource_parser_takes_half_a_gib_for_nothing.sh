@@ -1,9 +1,9 @@
 #!/bin/bash
-# Expected: kubernetes-resource-parser reads the quantities of a Kubernetes manifest: `memoryParser` gives bytes and `cpuParser` CPUs. A quantity may
-#   have a fraction, an exponent, or one of the suffixes m, k, M, and Ki, Mi, Gi and the like: "1.5Gi" is 1,610,612,736 bytes. A text that
-#   is none is an error.
-# Happens: the number is cut at its point or exponent, and its suffix is dropped with the rest: "1.5Gi" of memory is 1 byte, "0.5Gi" is 0 and
-#   "129e6" is 129. "500m" CPUs are half a CPU, but "100u" is 100 CPUs and "1k" is 1. No error. So a limit of host memory that is
+# Expected: kubernetes-resource-parser reads the quantities of a Kubernetes manifest: `memoryParser` gives bytes and `cpuParser` CPUs. A
+#   quantity may have a fraction, an exponent, or one of the suffixes m, k, M, and Ki, Mi, Gi and the like: "1.5Gi" is 1,610,612,736 bytes.
+#   A text that is none is an error.
+# Happens: the number is cut at its point or exponent, and its suffix is dropped with the rest: "1.5Gi" of memory is 1 byte, "0.5Gi" is 0
+#   and "129e6" is 129. "500m" CPUs are half a CPU, but "100u" is 100 CPUs and "1k" is 1. No error. So a limit of host memory that is
 #   compared with what a node has always fits. Kubernetes' own client for Python reads all of them.
 # Versions: kubernetes-resource-parser 0.1.0 (npm), kubernetes 37.0.2, Python 3.11. Needs npm.
 set -eu

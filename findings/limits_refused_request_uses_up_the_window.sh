@@ -1,10 +1,10 @@
 #!/bin/bash
-# Expected: `hit(limit, name, cost=...)` of limits "consumes" the limit and returns whether the cost "could be deducted from the rate limit without exceeding
-#   it". What is refused is not deducted, so that of 10,000 tokens a minute a prompt of 4000 gets through after one of 6000 was taken and another one of
-#   6000 refused. The moving window and the sliding window counter do so.
-# Happens: with the fixed window, the first of the strategies, the refused cost is deducted as well. After the refused prompt nothing is left: the one
-#   of 4000 tokens is refused, and so is one of a single token, to the end of the window. A prompt longer than the limit locks its
-#   user out at once.
+# Expected: `hit(limit, name, cost=...)` of limits "consumes" the limit and returns whether the cost "could be deducted from the rate limit
+#   without exceeding it". What is refused is not deducted, so that of 10,000 tokens a minute a prompt of 4000 gets through after one of
+#   6000 was taken and another one of 6000 refused. The moving window and the sliding window counter do so.
+# Happens: with the fixed window, the first of the strategies, the refused cost is deducted as well. After the refused prompt nothing is
+#   left: the one of 4000 tokens is refused, and so is one of a single token, to the end of the window. A prompt longer than the limit locks
+#   its user out at once.
 # Versions: limits 5.8.0 with its storage in memory, Python 3.11.
 set -eu
 folder=$(mktemp -d)

@@ -1,8 +1,9 @@
 #!/bin/bash
-# Expected: msgpack-numpy packs numpy's arrays, so that they come back with their type, shape and numbers, and leaves to msgpack what it cannot
-#   pack, which is a TypeError. A masked array is an array some of whose numbers are not valid, with a mask that says which; pickle keeps the mask.
-# Happens: a masked array is packed as a plain array, and its mask is dropped without an error. What was masked, a measurement that failed or a -1 for "none",
-#   comes back as a valid number, and the mean is another one.
+# Expected: msgpack-numpy packs numpy's arrays, so that they come back with their type, shape and numbers, and leaves to msgpack what it
+#   cannot pack, which is a TypeError. A masked array is an array some of whose numbers are not valid, with a mask that says which; pickle
+#   keeps the mask.
+# Happens: a masked array is packed as a plain array, and its mask is dropped without an error. What was masked, a measurement that failed
+#   or a -1 for "none", comes back as a valid number, and the mean is another one.
 # Versions: msgpack-numpy 0.4.8, msgpack 1.2.4, numpy 2.4.6, Python 3.11.
 set -eu
 folder=$(mktemp -d)

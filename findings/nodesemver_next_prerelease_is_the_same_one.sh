@@ -1,8 +1,8 @@
 #!/bin/bash
-# Expected: node-semver for Python is a port of npm's semver. `inc(version, "prerelease")` gives the next prerelease, which is greater than the version, as
-#   npm's does: 1.2.3-alpha.0 follows on 1.2.3-alpha, and 1.2.3-alpha.2 on 1.2.3-alpha.1.
-# Happens: a prerelease whose parts have no number stays as it is: the one that follows on 1.2.3-alpha is 1.2.3-alpha, without an error. A script that
-#   tags releases makes the same tag again. With a number among the parts it is counted up, as in npm.
+# Expected: node-semver for Python is a port of npm's semver. `inc(version, "prerelease")` gives the next prerelease, which is greater than
+#   the version, as npm's does: 1.2.3-alpha.0 follows on 1.2.3-alpha, and 1.2.3-alpha.2 on 1.2.3-alpha.1.
+# Happens: a prerelease whose parts have no number stays as it is: the one that follows on 1.2.3-alpha is 1.2.3-alpha, without an error. A
+#   script that tags releases makes the same tag again. With a number among the parts it is counted up, as in npm.
 # Versions: node-semver 0.9.1 (Python), Python 3.11, semver 7.8.6 (npm). Needs npm.
 set -eu
 folder=$(mktemp -d)

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Expected: notepack.io packs an ArrayBuffer, or a view of one, as bytes: a Float32Array of two numbers is eight bytes, as @msgpack/msgpack
 #   packs it. A type that it does not have is an error.
-# Happens: it writes as many bytes as there are elements, and as each byte the element's own number modulo 256: the Float32Array 1.5, 300 becomes
-#   01 2c. A vector of numbers is gone, and nothing says so. A Uint8Array and the ArrayBuffer itself are right.
+# Happens: it writes as many bytes as there are elements, and as each byte the element's own number modulo 256: the Float32Array 1.5, 300
+#   becomes 01 2c. A vector of numbers is gone, and nothing says so. A Uint8Array and the ArrayBuffer itself are right.
 # Versions: notepack.io 3.0.1, @msgpack/msgpack 3.1.3 (npm), Node.js 20. Needs npm.
 set -eu
 folder=$(mktemp -d)

@@ -1,9 +1,9 @@
 #!/bin/bash
-# Expected: a number of JavaScript comes back from MessagePack as it was: one that fits no integer of the format is a float64, as msgpack-lite and
-#   @msgpack/msgpack write it. Or it is an error.
-# Happens: notepack.io takes each number without a fraction for an integer of 64 bits, and drops what is above: 2^64 comes back as 0, 1e300 as 0, and
-#   1e21 as 3.9e18. Below -2^63 the sign is lost. Bytes or nanoseconds that were added up long enough get there. With a fraction all is
-#   right. Known: darrachequesne/notepack issue 30, open.
+# Expected: a number of JavaScript comes back from MessagePack as it was: one that fits no integer of the format is a float64, as
+#   msgpack-lite and @msgpack/msgpack write it. Or it is an error.
+# Happens: notepack.io takes each number without a fraction for an integer of 64 bits, and drops what is above: 2^64 comes back as 0, 1e300
+#   as 0, and 1e21 as 3.9e18. Below -2^63 the sign is lost. Bytes or nanoseconds that were added up long enough get there. With a fraction
+#   all is right. Known: darrachequesne/notepack issue 30, open.
 # Versions: notepack.io 3.0.1 (npm), @msgpack/msgpack 3.1.3, Node.js 20. Needs npm.
 set -eu
 folder=$(mktemp -d)

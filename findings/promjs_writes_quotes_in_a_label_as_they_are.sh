@@ -1,8 +1,8 @@
 #!/bin/bash
-# Expected: in Prometheus' text format a backslash, a quote and a line break in a label's value are written as \\, \" and \n. The format's description says
-#   so, and prom-client does it. What a metric was given is what a scrape reads.
-# Happens: promjs writes the value as it is. A model in C:\new is read as one in "C:", line break, "ew". A quote or a line break in one value
-#   makes the whole scrape invalid, so that all other metrics are lost as well.
+# Expected: in Prometheus' text format a backslash, a quote and a line break in a label's value are written as \\, \" and \n. The format's
+#   description says so, and prom-client does it. What a metric was given is what a scrape reads.
+# Happens: promjs writes the value as it is. A model in C:\new is read as one in "C:", line break, "ew". A quote or a line break in one
+#   value makes the whole scrape invalid, so that all other metrics are lost as well.
 # Versions: promjs 0.4.2, prom-client 15.1.3 (npm), Node.js 20, prometheus-client 0.26.0, Python 3.11. Needs npm.
 set -eu
 folder=$(mktemp -d)

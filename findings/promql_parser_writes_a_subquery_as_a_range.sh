@@ -1,8 +1,10 @@
 #!/bin/bash
-# Expected: promql-parser reads a PromQL query and writes it again, with `str` on one line and with `prettify` on many. What it writes is the same query. A
-#   subquery without a step, `metric[5m:]`, evaluates the metric at the default interval, while `metric[5m]` has its samples as they came.
-# Happens: `str` leaves out the colon. `rate(metric[5m:])` becomes `rate(metric{}[5m])`, another query with other results, and `max_over_time(rate(m[1m])[5m:])`, as
-#   dashboards have it, becomes a text that PromQL refuses. `prettify` keeps the colon, and a subquery with a step is right.
+# Expected: promql-parser reads a PromQL query and writes it again, with `str` on one line and with `prettify` on many. What it writes is
+#   the same query. A subquery without a step, `metric[5m:]`, evaluates the metric at the default interval, while `metric[5m]` has its
+#   samples as they came.
+# Happens: `str` leaves out the colon. `rate(metric[5m:])` becomes `rate(metric{}[5m])`, another query with other results, and
+#   `max_over_time(rate(m[1m])[5m:])`, as dashboards have it, becomes a text that PromQL refuses. `prettify` keeps the colon, and a subquery
+#   with a step is right.
 # Versions: promql-parser 0.11.0, Python 3.11.
 set -eu
 folder=$(mktemp -d)

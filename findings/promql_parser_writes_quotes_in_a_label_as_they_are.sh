@@ -1,8 +1,8 @@
 #!/bin/bash
-# Expected: promql-parser reads a PromQL query and writes it again, with `str` on one line and with `prettify` on many. What it writes is the same query:
-#   a quote, a backslash or a line break in a label's value is written with a backslash, as it was read.
-# Happens: `str` writes the value as it is. `path="C:\\new"` becomes `path="C:\new"`, in which `\n` is a line break, so that the query looks for another
-#   label. A regular expression as `pod=~"vllm-\\d+"`, and a quote, become texts that PromQL refuses. `prettify` is right.
+# Expected: promql-parser reads a PromQL query and writes it again, with `str` on one line and with `prettify` on many. What it writes is
+#   the same query: a quote, a backslash or a line break in a label's value is written with a backslash, as it was read.
+# Happens: `str` writes the value as it is. `path="C:\\new"` becomes `path="C:\new"`, in which `\n` is a line break, so that the query looks
+#   for another label. A regular expression as `pod=~"vllm-\\d+"`, and a quote, become texts that PromQL refuses. `prettify` is right.
 # Versions: promql-parser 0.11.0, Python 3.11.
 set -eu
 folder=$(mktemp -d)

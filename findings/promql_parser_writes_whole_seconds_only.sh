@@ -1,8 +1,8 @@
 #!/bin/bash
-# Expected: promql-parser reads a PromQL query and writes it again, with `str` on one line and with `prettify` on many. What it writes is the same query.
-#   PromQL's durations have milliseconds: `metric[1500ms]`, or `offset 1s500ms`.
-# Happens: `str` drops the milliseconds. A range of 1500 ms becomes one of 1 s, `offset 500ms` becomes `offset 0s`, and a range of 500 ms becomes 0 s, which
-#   PromQL refuses. `prettify` keeps them.
+# Expected: promql-parser reads a PromQL query and writes it again, with `str` on one line and with `prettify` on many. What it writes is
+#   the same query. PromQL's durations have milliseconds: `metric[1500ms]`, or `offset 1s500ms`.
+# Happens: `str` drops the milliseconds. A range of 1500 ms becomes one of 1 s, `offset 500ms` becomes `offset 0s`, and a range of 500 ms
+#   becomes 0 s, which PromQL refuses. `prettify` keeps them.
 # Versions: promql-parser 0.11.0, Python 3.11.
 set -eu
 folder=$(mktemp -d)

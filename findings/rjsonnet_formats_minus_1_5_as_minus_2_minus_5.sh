@@ -1,9 +1,9 @@
 #!/bin/bash
-# Expected: Jsonnet's `%` and `std.format` follow "the same rules as Python", by the documentation of the standard library. "%.1f" % -1.5 is "-1.5", with
-#   all implementations of the language.
-# Happens: rjsonnet (jrsonnet, in Rust) rounds a negative number down and writes the rest with a sign of its own: "-2.-5", which is no number, and
-#   -1e-7 with "%f" is "-1.000000", which is one. "%d" of -5.5 is -6, and of -0.5 it is -1. Thresholds and offsets in a dashboard that
-#   Jsonnet made are other ones, and queries have faults. Positive numbers are right, and so is "%s".
+# Expected: Jsonnet's `%` and `std.format` follow "the same rules as Python", by the documentation of the standard library. "%.1f" % -1.5 is
+#   "-1.5", with all implementations of the language.
+# Happens: rjsonnet (jrsonnet, in Rust) rounds a negative number down and writes the rest with a sign of its own: "-2.-5", which is no
+#   number, and -1e-7 with "%f" is "-1.000000", which is one. "%d" of -5.5 is -6, and of -0.5 it is -1. Thresholds and offsets in a
+#   dashboard that Jsonnet made are other ones, and queries have faults. Positive numbers are right, and so is "%s".
 # Versions: rjsonnet 0.5.6, jsonnet 0.22.0, gojsonnet 0.22.0, Python 3.11.
 set -eu
 folder=$(mktemp -d)

@@ -1,8 +1,9 @@
 #!/bin/bash
-# Expected: Jsonnet's `%` and `std.format` follow "the same rules as Python", by the documentation of the standard library. "%.1f" % 0.97 is "1.0".
-# Happens: rjsonnet (jrsonnet, in Rust) does not carry what is rounded up into the part before the point: 0.97 becomes "0.10", 1.96 becomes "1.10" and
-#   99.97 becomes "99.10". So a threshold of 97% in a dashboard is written as 10%. The same with two digits: 0.996 becomes "0.100".
-#   The implementation in C++ had the fault, until google/jsonnet issue 879.
+# Expected: Jsonnet's `%` and `std.format` follow "the same rules as Python", by the documentation of the standard library. "%.1f" % 0.97 is
+#   "1.0".
+# Happens: rjsonnet (jrsonnet, in Rust) does not carry what is rounded up into the part before the point: 0.97 becomes "0.10", 1.96 becomes
+#   "1.10" and 99.97 becomes "99.10". So a threshold of 97% in a dashboard is written as 10%. The same with two digits: 0.996 becomes
+#   "0.100". The implementation in C++ had the fault, until google/jsonnet issue 879.
 # Versions: rjsonnet 0.5.6, jsonnet 0.22.0, gojsonnet 0.22.0, Python 3.11.
 set -eu
 folder=$(mktemp -d)

@@ -1,9 +1,10 @@
 #!/bin/bash
-# Expected: semantic-version's NpmSpec implements npm's ranges. `<2.0.0-rc.1` has no version that is not below 2.0.0-rc.1, by semver's order, and a
-#   prerelease is in a range only if the range names a prerelease of the same three numbers, as with npm's own package.
-# Happens: with `<` and `<=` and a prerelease, all prereleases of these numbers are in the range: `<2.0.0-rc.1` has 2.0.0-rc.1 itself and 2.0.0-rc.2, and `<=1.2.3-beta`
-#   has even 1.2.3. With a plain version it has prereleases that npm leaves out: 2.0.0-rc.1 is in `<2.0.0`. A check for "below the release with
-#   the new format of the cache" lets its candidates pass. Known: rbarrois/python-semanticversion issue 100, open, of the first.
+# Expected: semantic-version's NpmSpec implements npm's ranges. `<2.0.0-rc.1` has no version that is not below 2.0.0-rc.1, by semver's
+#   order, and a prerelease is in a range only if the range names a prerelease of the same three numbers, as with npm's own package.
+# Happens: with `<` and `<=` and a prerelease, all prereleases of these numbers are in the range: `<2.0.0-rc.1` has 2.0.0-rc.1 itself and
+#   2.0.0-rc.2, and `<=1.2.3-beta` has even 1.2.3. With a plain version it has prereleases that npm leaves out: 2.0.0-rc.1 is in `<2.0.0`. A
+#   check for "below the release with the new format of the cache" lets its candidates pass. Known: rbarrois/python-semanticversion issue
+#   100, open, of the first.
 # Versions: semantic-version 2.10.0, Python 3.11, semver 7.8.6 (npm). Needs npm.
 set -eu
 folder=$(mktemp -d)
