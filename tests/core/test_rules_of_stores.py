@@ -498,6 +498,29 @@ def test_r7_a_zeroed_position_is_stored_from_the_devices_block_with_its_key() ->
     assert copy in stored_blocks(world)
 
 
+def test_r10_a_zeroed_position_is_not_stored_from_a_block_from_before_a_reset() -> None:
+    world = World(window(5), device=16, host=0)
+    old = world.admitted("old", TEXT)
+    for _ in range(4):
+        world.step(old, tokens=4)
+    block = first_row(world, old)[0]
+    world.reset()
+    world.device.forget_keys()
+    new = world.admitted("new", TEXT)
+    for _ in range(4):
+        world.step(new, tokens=4)
+    row = first_row(world, new)
+    world.device.free.move_to_end(row[0], last=False)
+    world.admit(world.add("c", "0"))
+    assert row[0] == NULL_BLOCK
+    world.device.forget_keys()
+    world.device.name(block, key_at(TEXT, 4))
+    world.ready_up_to(8)
+    world.end(new)
+    world.submit()
+    assert block not in stored_blocks(world)
+
+
 def test_r7_a_block_whose_hash_is_not_the_key_is_not_stored() -> None:
     world = World()
     request = world.admitted("a", TEXT)
@@ -508,8 +531,11 @@ def test_r7_a_block_whose_hash_is_not_the_key_is_not_stored() -> None:
     assert world.stores() == {StoreOutcome.STALE: 1, StoreOutcome.STORED: 1}
 
 
-def test_r7_a_block_whose_hash_is_unknown_is_not_stored() -> None:
+@pytest.mark.parametrize("is_after_reset", [False, True])
+def test_r7_a_block_whose_hash_is_unknown_is_not_stored(is_after_reset: bool) -> None:
     world = World()
+    if is_after_reset:
+        world.reset()
     world.device.keys_of = lambda blocks: [None] * len(blocks)  # type: ignore[method-assign]
     world.computed()
     assert world.stores() == {StoreOutcome.NOT_HASHED: 3}
@@ -617,6 +643,21 @@ def test_r8_requests_that_share_only_a_part_of_a_prefix_watch_it_until_the_last_
         assert len(watches) >= 2
         world.end(request)
     assert (len(watches), watches.others) == (0, {})
+
+
+def test_r8_each_request_that_shares_only_a_part_of_a_prefix_offers_it_again() -> None:
+    world = World(host=2)
+    prompts = ["abcde", "abcd4567e"]
+    for prompt in prompts:
+        world.serve(prompt, prompt)
+    requests = [world.computed(name, prompt) for name, prompt in zip("ab", prompts, strict=True)]
+    evict(world, "c", "012345678")
+    assert world.on_host("abcd") == "."
+    world.step(*requests)
+    world.finish(outcome=FAILED)
+    world.step(*requests)
+    world.finish()
+    assert world.on_host("abcd") == "x"
 
 
 @pytest.mark.parametrize("how", ["stored", "hit"])

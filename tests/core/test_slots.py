@@ -80,6 +80,17 @@ def test_slots_of_ended_sessions_age_faster_than_others(steps: list[tuple[str, l
         assert order.count == len(ended) + len(others)
 
 
+@pytest.mark.parametrize(("used_at", "first"), [(0.0, 0), (1.0, 1)])
+def test_r15_a_slot_of_an_ended_session_leaves_first_unless_another_is_more_than_8_times_as_old(
+    used_at: float, first: int
+) -> None:
+    order = LruOrder()
+    order.grow(2)
+    order.add([SlotId(0)], Came.USED, used_at)
+    order.add([SlotId(1)], Came.ENDED, 8.0)
+    assert order.take(1, 9.0) == [first]
+
+
 def test_the_eviction_age_is_that_of_the_most_recently_used_slot_taken() -> None:
     order = LruOrder()
     order.grow(4)

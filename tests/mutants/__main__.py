@@ -76,7 +76,9 @@ def _measured(options: argparse.Namespace, paths: Sequence[Path]) -> Tests:
     new = file.with_suffix(".new")
 
     def measure() -> None:
-        arguments = [*PYTEST, "-m", "not full and not gpu and not vllm", *map(str, options.tests)]
+        # Without time limits: an alarm while coverage holds its lock would leave the lock taken.
+        how = [*PYTEST, "--timeout=0", "-m", "not full and not gpu and not vllm"]
+        arguments = [*how, *map(str, options.tests)]
         new.write_bytes(msgspec.json.encode(record(paths, arguments, digest)))
 
     in_fork(measure)
@@ -149,18 +151,22 @@ def _results(mutants: Iterable[Mutant], tests: Tests, options: argparse.Namespac
 
 
 def _try_rules(tests: Tests, processes: int) -> int:
-    """Disable one rule at a time, and run the tests. The tests that are named after the rule run first."""
-    trials = []
-    for node in ast.parse(_RULES.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and (rule := re.match(r"r\d+_", node.name)):
-            of_rule = [test for test in tests.chosen if f"_{rule[0]}" in test]
-            chosen = list(dict.fromkeys([*of_rule, *tests.chosen]))
-            trials.append(Trial(node.name, partial(_undo, node.name), chosen, tests.limit_s(chosen)))
-    unnoticed = 0
-    for trial, verdict in hunt(trials, processes):
-        unnoticed += verdict.outcome == "survived"
-        print(verdict.outcome, trial.name, *verdict.by, sep="  ", flush=True)
-    return int(unnoticed > 0)
+    """Disable one rule at a time. Run the tests that are named after the rule and, if none of them fails, all tests."""
+    functions = [node for node in ast.parse(_RULES.read_text()).body if isinstance(node, ast.FunctionDef)]
+    left = [function.name for function in functions if re.match(r"r\d+_", function.name)]
+    for is_last in (False, True):
+        trials = []
+        for name in left:
+            part = f"_{name.partition('_')[0]}_"
+            if chosen := [test for test in tests.chosen if is_last or part in test]:
+                trials.append(Trial(name, partial(_undo, name), chosen, tests.limit_s(chosen)))
+        for trial, verdict in hunt(trials, processes):
+            if verdict.outcome != "survived":
+                left.remove(trial.name)
+            elif not is_last:
+                continue
+            print(verdict.outcome, trial.name, *verdict.by, sep="  ", flush=True)
+    return int(bool(left))
 
 
 def _undo(name: str) -> None:

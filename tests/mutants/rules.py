@@ -10,18 +10,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 from unittest import mock
 
 from msgspec import structs
 
 from kvoffload.core.block_tables import BlockTables
+from kvoffload.core.claims import Claims
+from kvoffload.core.eviction_watch import EvictionWatch
 from kvoffload.core.jobs import Failure, Fetch, InFlight, Job, Jobs, Leases, Load, Spill, Store
 from kvoffload.core.loads import Loads
 from kvoffload.core.lower_tiers import LowerTiers
 from kvoffload.core.offload_core import OffloadCore
-from kvoffload.core.order import LruOrder
-from kvoffload.core.request import RequestRecord, Requests
+from kvoffload.core.order import Came, LruOrder
+from kvoffload.core.parts import Parts
+from kvoffload.core.request import PendingHit, RequestRecord, Requests
 from kvoffload.core.slots import SlotPool, count, uncount
 from kvoffload.core.stores import Stores
 from kvoffload.core.tier_store import Fetches, Spills, _Copies
@@ -65,6 +69,16 @@ def r1_load_without_pin() -> list[Patch]:
     return [(Loads, "_plan", plan)]
 
 
+def r1_slots_of_a_hit_are_not_looked_up_again() -> list[Patch]:
+    """A load reads the slots that its lookup pinned, although a failed copy may have invalidated them since."""
+    real = Loads._copies_of_hit
+
+    def copies_of_hit(self: Loads, fact: Any, hit: PendingHit, length: int) -> Any:  # noqa: ANN401
+        return real(self, fact, hit._replace(losses=self._state.pool.losses), length)
+
+    return [(Loads, "_copies_of_hit", copies_of_hit)]
+
+
 def r2_tokens_without_a_pin_count_as_loaded() -> list[Patch]:
     def refuse(self: Loads, request: RequestId, external_tokens: int) -> None:
         self._state.results.loaded.append(request)
@@ -74,6 +88,16 @@ def r2_tokens_without_a_pin_count_as_loaded() -> list[Patch]:
 
 def r3_keys_in_flight_are_not_known() -> list[Patch]:
     return [(InFlight, "began", _nothing), (InFlight, "ended", lambda self, keys: [])]
+
+
+def r3_block_under_a_copy_is_stored_again() -> list[Patch]:
+    real = Stores._refuses
+
+    def refuses(self: Stores, offer: Any, holds: Any) -> StoreOutcome | None:  # noqa: ANN401
+        found = real(self, offer, holds)
+        return None if found is StoreOutcome.FAILED else found
+
+    return [(Stores, "_refuses", refuses)]
 
 
 def r4_torn_copy_counts_as_done() -> list[Patch]:
@@ -142,6 +166,29 @@ def r8_nothing_is_held() -> list[Patch]:
     return [(SlotPool, "hold", _nothing), (SlotPool, "release", _nothing)]
 
 
+def r8_evictions_are_not_watched() -> list[Patch]:
+    return [(EvictionWatch, "add", _nothing)]
+
+
+def r8_only_the_first_of_several_offers_again() -> list[Patch]:
+    real = Claims.pop
+
+    def pop(self: Claims[Any, Any], key: Any) -> Sequence[Any]:  # noqa: ANN401
+        return real(self, key)[:1]
+
+    return [(Claims, "pop", pop)]
+
+
+def r8_a_request_offers_a_block_again_after_each_eviction() -> list[Patch]:
+    real = EvictionWatch.add
+
+    def add(self: EvictionWatch, record: RequestRecord, offer: Any) -> None:  # noqa: ANN401
+        record.stored_again.clear()
+        real(self, record, offer)
+
+    return [(EvictionWatch, "add", add)]
+
+
 def r9_failed_load_counts_as_loaded() -> list[Patch]:
     def failed(self: Loads, job: Load, why: Failure) -> None:
         self._arrived(job)
@@ -170,15 +217,31 @@ def r10_store_of_before_reset_arrives() -> list[Patch]:
     return [(Stores, "failed", failed)]
 
 
+def r10_block_from_before_a_reset_is_stored() -> list[Patch]:
+    return [(Stores, "_is_since_reset", lambda self, offer, block: True)]
+
+
+def r10_a_load_goes_on_after_a_reset() -> list[Patch]:
+    """The later parts of a long load are loaded behind a head from before the reset."""
+    real = Parts.next
+
+    def next_part(self: Parts, record: RequestRecord) -> Sequence[SlotId] | None:
+        if record.rest is not None:
+            record.rest.epoch = self._state.epoch
+        return real(self, record)
+
+    return [(Parts, "next", next_part)]
+
+
 def r10_state_offered_before_the_steps_facts() -> list[Patch]:
-    real = OffloadCore.step_scheduled
+    advance, offer_states = OffloadCore._advance, OffloadCore._offer_states
 
-    def step_scheduled(self: OffloadCore, fact: StepScheduled) -> None:
+    def offer_and_advance(self: OffloadCore, fact: StepScheduled) -> Any:  # noqa: ANN401
         if self.state.degraded is None:
-            self._offer_states(fact)
-        real(self, structs.replace(fact, states=(), tails=()))
+            offer_states(self, fact)
+        return advance(self, fact)
 
-    return [(OffloadCore, "step_scheduled", step_scheduled)]
+    return [(OffloadCore, "_advance", offer_and_advance), (OffloadCore, "_offer_states", _nothing)]
 
 
 def r10_copies_with_tiers_survive_a_reset() -> list[Patch]:
@@ -190,7 +253,7 @@ def r11_tables_are_kept() -> list[Patch]:
 
 
 def r12_what_the_core_raised_is_forgotten() -> list[Patch]:
-    return [(Faults, "raised", _nothing)]
+    return [(Faults, "raised", lambda self, error, doing: [])]
 
 
 def r13_load_reported_at_once() -> list[Patch]:
@@ -244,6 +307,20 @@ def r14_shared_load_never_ends() -> list[Patch]:
     return [(Requests, "load_is_over", _nothing)]
 
 
+def r14_every_request_loads() -> list[Patch]:
+    return [(Requests, "loader", lambda self, slots: None)]
+
+
+def r14_the_end_of_one_load_ends_all_waits() -> list[Patch]:
+    """Another request that loads the same slots is forgotten."""
+
+    def remove(self: Claims[Any, Any], keys: Sequence[Any], claimant: object) -> None:
+        for key in keys:
+            self.pop(key)
+
+    return [(Claims, "remove", remove)]
+
+
 def r14_an_answer_ends_no_wait() -> list[Patch]:
     def answered(self: LowerTiers, fact: TierAnswered) -> None:
         self.store.answered(fact)
@@ -256,6 +333,27 @@ def r15_the_head_of_a_prefix_is_evicted_first() -> list[Patch]:
         return lambda self, slots, *more: real(self, slots[::-1], *more)
 
     return [(LruOrder, name, backwards(getattr(LruOrder, name))) for name in ("add", "renew")]
+
+
+def r15_slots_of_ended_sessions_age_like_others() -> list[Patch]:
+    real = LruOrder.add
+
+    def add(self: LruOrder, slots: Sequence[SlotId], came: Came, now: float) -> None:
+        real(self, slots, Came.RELEASED if came is Came.ENDED else came, now)
+
+    return [(LruOrder, "add", add)]
+
+
+def r15_slots_of_ended_sessions_always_leave_first() -> list[Patch]:
+    """Clients that say that all sessions have ended keep all other blocks on the host for good."""
+
+    def take(self: LruOrder, count: int, now: float) -> Sequence[SlotId]:
+        taken = list(islice(self, count))
+        self.remove(taken)
+        self.age_s = now - max([self.used_at[slot] for slot in taken], default=now - self.age_s)
+        return taken
+
+    return [(LruOrder, "take", take)]
 
 
 def r16_quarantined_slot_comes_back() -> list[Patch]:
@@ -321,7 +419,11 @@ def r18_hints_outlive_their_generation() -> list[Patch]:
 
 
 def r18_generation_stays_at_a_reset() -> list[Patch]:
-    return [(RemoteCatalog, "reset", _nothing)]
+    return [(RemoteCatalog, "reset", lambda self: True)]
+
+
+def r19_every_load_has_room() -> list[Patch]:
+    return [(Requests, "has_room", lambda self, blocks, device_blocks: True)]
 
 
 def r20_slot_is_not_invalidated() -> list[Patch]:

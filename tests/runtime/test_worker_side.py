@@ -122,6 +122,19 @@ def test_a_plans_blocks_are_stored_and_loaded_back_without_a_warning(
     assert "".join(capsys.readouterr()) == ""
 
 
+def test_r13_a_store_starts_after_the_forward_pass_was_launched_and_waits_for_it(made: Worker) -> None:
+    plan = made.plan(Direction.STORE)
+    made.side.begin_step(plan)
+    made.side.start_loads(plan)
+    made.portal.advance()
+    assert not made.copier.tickets
+    earlier = made.copier.fences
+    made.side.start_stores(plan)
+    made.portal.advance()
+    (ticket,) = made.copier.tickets
+    assert ticket.fences == (earlier + 1,)
+
+
 def test_close_waits_for_the_copies_that_were_started(made: Worker) -> None:
     made.side.start_loads(made.plan(Direction.LOAD))
     [ticket] = made.copier.open_tickets
