@@ -304,6 +304,29 @@ def test_a_preemption_reported_after_the_next_allocation_keeps_the_new_table() -
     assert engine.step({"a": 1}) == ({"a": (15, [])}, [])
 
 
+def test_the_keys_of_a_sessions_next_input_are_reported_at_once_and_the_blocks_of_its_new_table_are_not() -> (
+    None
+):
+    engine = decoding()
+    engine.reports.set_every(8)
+    engine.reports.allocated(engine.requests["a"], 17)
+    reports = [engine.step({"a": 1})[0] for _ in range(2 * EVERY)]
+    assert reports == [{"a": (17, [])}, *[{}] * (2 * EVERY - 1)]
+
+
+def test_r11_nothing_of_a_request_that_has_ended_is_kept() -> None:
+    engine = Engine()
+    for name in "ab":
+        engine.add(name, 4 * BLOCK)
+    with patch.object(progress, "_LEAST_PART", 1):
+        for _ in range(EVERY):
+            engine.step({"a": 1, "b": 2})
+    waiting = engine.reports._due, engine.reports._soon
+    assert [[*names] for names in waiting] == [["b"], ["b"]]
+    engine.reports.forget("b")
+    assert waiting == ({}, {})
+
+
 def test_a_request_that_is_not_scheduled_is_reported_later() -> None:
     """A request that is missing from a step may be preempted. vLLM reports this only when it allocates again."""
     engine = decoding()
