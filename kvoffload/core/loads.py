@@ -264,7 +264,7 @@ class Lookups:
         if lacking < alignment:
             return MissCause.PARTIAL_BLOCK
         if missing is None and is_limited:
-            return MISS_CAUSES[record.limits.outcome]
+            return MISS_CAUSES[record.limits.counts_as]
         if missing is None:
             return MissCause.LAST_TOKEN if lacking == alignment else MissCause.LOOKAHEAD
         if missing in self._in_flight.keys:

@@ -324,7 +324,7 @@ class OffloadCore:
             end = (position + 1) * self.state.shape.groups[group].block_tokens
             limit = record.limits.store_tokens
             if limit is not None and end > limit:
-                self.stores.refuse([Offer((key,), (block,))], record.limits.outcome)
+                self.stores.refuse([Offer((key,), (block,))], record.limits.counts_as)
                 continue
             self.state.tables.put(record, group, position, block)
             place = position * groups + group
@@ -358,7 +358,7 @@ class OffloadCore:
         if tail.key != shape.tail_key(shape.groups[tail.group], record.hashes, tail.tokens):
             return StoreOutcome.STALE
         if record.limits.store_tokens is not None and tail.tokens > record.limits.store_tokens:
-            return record.limits.outcome
+            return record.limits.counts_as
         return None if record.may_store else StoreOutcome.BEFORE_RESET
 
     def _attention_of(self, record: RequestRecord, tokens: int) -> Iterator[tuple[BlockKey, DeviceBlockId]]:

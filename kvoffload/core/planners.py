@@ -285,7 +285,7 @@ class LazyPlanner:
         index, in_flight = self._state.pool.index, self._stores.in_flight.keys
         states = list(_handed_off(self._state, record))
         if record.limits.store_tokens is not None:
-            states = self._stores.within(record.limits.store_tokens, states, record.limits.outcome)
+            states = self._stores.within(record.limits.store_tokens, states, record.limits.counts_as)
         offers = [*singles(_confirmed(self._state, record, self._stores)), *states]
         if states:
             offers.sort(key=lambda offer: depth_of(offer.places[0], self._state.shape.groups))
@@ -337,7 +337,7 @@ def _confirmed(state: CoreState, record: RequestRecord, stores: Stores) -> Seque
     if offer is None:
         return ()
     limit = record.limits.store_tokens
-    return (offer,) if limit is None else stores.within(limit, (offer,), record.limits.outcome)
+    return (offer,) if limit is None else stores.within(limit, (offer,), record.limits.counts_as)
 
 
 def _in_step(record: RequestRecord, size: int) -> Offer | None:

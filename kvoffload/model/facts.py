@@ -23,13 +23,13 @@ class Limits(Message, frozen=True):
         load_tokens: how many tokens may be loaded beyond those that the device holds at the lookup; None for any number.
         store_tokens: only blocks of this many first tokens may be stored; None for all.
         tiers: the lower tiers from which blocks may be fetched; None for all. The host is always searched.
-        outcome: what excluded blocks count as; an adapter that sets limits itself gives its own reason.
+        counts_as: what excluded blocks count as; an adapter that sets limits itself gives its own reason.
     """
 
     load_tokens: int | None = None
     store_tokens: int | None = None
     tiers: tuple[Tier, ...] | None = None
-    outcome: StoreOutcome = StoreOutcome.LIMITED
+    counts_as: StoreOutcome = StoreOutcome.LIMITED
 
 
 NO_LIMITS = Limits()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvoffload_vllm.pool_device import VllmDevice
 
 _output_tokens = attrgetter("num_output_tokens")
-_NOTHING_ALLOWED = facts.Limits(load_tokens=0, store_tokens=0, outcome=StoreOutcome.UNSAFE_HASHES)
+_NOTHING_ALLOWED = facts.Limits(load_tokens=0, store_tokens=0, counts_as=StoreOutcome.UNSAFE_HASHES)
 
 
 class VllmScheduler:

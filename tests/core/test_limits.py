@@ -90,7 +90,7 @@ def test_only_the_first_tokens_that_a_request_allows_are_stored(
 @pytest.mark.parametrize("groups", [(full(),), (full(), recurrent(group=1))])
 def test_what_an_adapter_excludes_counts_with_the_adapters_reason(groups: tuple[GroupSpec, ...]) -> None:
     world = World(*groups)
-    nothing = Limits(load_tokens=0, store_tokens=0, outcome=StoreOutcome.UNSAFE_HASHES)
+    nothing = Limits(load_tokens=0, store_tokens=0, counts_as=StoreOutcome.UNSAFE_HASHES)
     world.serve_limited("a", TEXT, nothing)
     assert world.miss() is MissCause.UNSAFE_HASHES
     assert {*world.stores()} == {StoreOutcome.UNSAFE_HASHES}

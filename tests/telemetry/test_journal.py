@@ -88,7 +88,7 @@ STEP_LINE = (
     [
         (
             RequestSeen(A, 33, KEYS),
-            '"request":"a","prompt_tokens":33,"keys":[2,0],"reads_cache":true,"persists":true,"limits":{"load_tokens":null,"store_tokens":null,"tiers":null},"trace_parent":null,"hashes":0,"session":0,"is_last_turn":false',
+            '"request":"a","prompt_tokens":33,"keys":[2,0],"reads_cache":true,"persists":true,"limits":{"load_tokens":null,"store_tokens":null,"tiers":null,"counts_as":"limited"},"trace_parent":null,"hashes":0,"session":0,"is_last_turn":false',
         ),
         (
             BlocksAllocated(A, TABLES, 16, 32),
