@@ -11,10 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
+from kvoffload_vllm.support import release_of
 from tests.vllm.engine_rig import Asked, Reported, Rig, check_same, prompt
 from tests.vllm.scenes import Scene, Stage, requests_for, stage
 from tests.vllm.stock import drafted, engines
@@ -52,6 +56,17 @@ def drafts(rig: Rig) -> Iterator[Drafts]:
         yield counted
 
 
+def skip_without_drafts(kind: str) -> None:
+    """Skip the test if this vLLM, with its model runner, cannot draft in this way."""
+    if engines.IS_V2_RUNNER and kind == "ngram":
+        pytest.skip("vLLM uses the V1 runner for n-grams")
+    if release_of(version("vllm")) == (0, 30):
+        if not engines.IS_V2_RUNNER:
+            pytest.skip("without Triton, this vLLM cannot check drafts")
+        if kind == "draft_model":
+            pytest.skip("runner V2 of this vLLM has no draft models")
+
+
 def without_connector_and_drafts(folder: Path) -> dict[str, Reported]:
     """Return the answers to all requests of an engine that has neither a connector nor drafts."""
     with engines.in_process(drafted.make_target(folder / "target"), num_gpu_blocks_override=512) as llm:
@@ -63,6 +78,8 @@ def drafting(
     kind: str | None, folder: Path, expected: Mapping[str, Reported], **options: Any
 ) -> Iterator[Stage]:
     """Run an engine with the connector, and with drafts of this kind if there is one, during the `with` block."""
+    if kind is not None:
+        skip_without_drafts(kind)
     speculation: dict[str, Any] = {} if kind is None else {"speculative_config": _speculation(kind, folder)}
     model = drafted.make_target(folder / "target")
     with stage(

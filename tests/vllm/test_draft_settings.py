@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.drafts_rig import DRAFTS, check_scene, drafting, drafts, without_connector_and_drafts
+from tests.vllm.drafts_rig import (
+    DRAFTS,
+    check_scene,
+    drafting,
+    drafts,
+    skip_without_drafts,
+    without_connector_and_drafts,
+)
 from tests.vllm.engine_rig import MARKS, Reported, plain
 from tests.vllm.scenes import SCENES, requests_for, stage
 from tests.vllm.stock import engines
@@ -43,6 +50,7 @@ def test_answers_in_other_settings(
 
 
 def test_answers_of_a_model_with_sliding_windows(folder: Path) -> None:
+    skip_without_drafts("ngram")
     asked = requests_for("gemma3")
     with plain("gemma3", folder, num_gpu_blocks_override=512) as rig:
         expected = rig.run(asked)

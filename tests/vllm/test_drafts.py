@@ -28,7 +28,6 @@ from tests.vllm.drafts_rig import (
 )
 from tests.vllm.engine_rig import MARKS, Reported
 from tests.vllm.scenes import SCENES, Scene, Stage, failed, found_one_by_one, reloaded
-from tests.vllm.stock import engines
 
 pytestmark = MARKS
 
@@ -50,10 +49,7 @@ def found_on_host(on: Stage) -> list[int]:
     return found_one_by_one(on, list(REQUESTS.values()))
 
 
-# With n-grams, vLLM uses the V1 runner.
-@pytest.fixture(
-    scope="module", params=[kind for kind in KINDS if kind != "ngram" or not engines.IS_V2_RUNNER]
-)
+@pytest.fixture(scope="module", params=KINDS)
 def on(
     request: pytest.FixtureRequest,
     folder: Path,

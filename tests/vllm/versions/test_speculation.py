@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from kvoffload_vllm.support import release_of
-from tests.vllm.drafts_rig import KINDS, check_acceptance, check_scene, drafting, without_connector_and_drafts
+from tests.vllm.drafts_rig import (
+    KINDS,
+    check_acceptance,
+    check_scene,
+    drafting,
+    skip_without_drafts,
+    without_connector_and_drafts,
+)
 from tests.vllm.engine_rig import MARKS, Reported
 from tests.vllm.scenes import preempted, reloaded
-from tests.vllm.stock import engines
 from tests.vllm.versions.test_refusals import is_refused
 
 pytestmark = MARKS
@@ -26,13 +30,7 @@ def expected(folder: Path) -> dict[str, Reported]:
 def test_drafts(kind: str, folder: Path, request: pytest.FixtureRequest) -> None:
     if is_refused("qwen3"):
         pytest.skip("refused at start")
-    if engines.IS_V2_RUNNER and kind == "ngram":
-        pytest.skip("vLLM uses the V1 runner for n-grams")
-    if release_of(version("vllm")) == (0, 30):
-        if not engines.IS_V2_RUNNER:
-            pytest.skip("without Triton, this vLLM cannot check drafts")
-        if kind == "draft_model":
-            pytest.skip("runner V2 of this vLLM has no draft models")
+    skip_without_drafts(kind)
     with drafting(kind, folder, request.getfixturevalue("expected")) as on:
         for scene in (reloaded, preempted):
             check_scene(on, scene)
