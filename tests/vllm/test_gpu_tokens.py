@@ -52,6 +52,7 @@ def check_equal(what: str, lines: dict[str, Line]) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # two engines, one after the other
 def test_tokens_from_the_host_are_equal_and_the_control_differs() -> None:
     lines = found(Mode("vLLM", EAGER, {"": HOST}))
     check_equal("vLLM", lines)
@@ -65,6 +66,7 @@ def test_without_a_gpu_the_comparison_is_not_made(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # four
 def test_an_engine_that_fails_is_reported_in_a_line_and_the_others_run() -> None:
     modes = [
         Mode("broken", {**EAGER, "dtype": "float31"}, {"": HOST}),
