@@ -86,16 +86,16 @@ def until(condition: Callable[[], bool], seconds: float = _PATIENCE_S) -> None:
 
 
 @contextmanager
-def burst(server: engines.Server) -> Iterator[list[Future[Reply]]]:
+def burst(server: engines.Server, tokens: int = 4) -> Iterator[list[Future[Reply]]]:
     """Send prompts, and yield the futures of their replies while the engine has all prompts and a copy is open.
 
-    All prompts arrive before the caller stops the server, because vLLM does not answer requests that arrive
-    during its shutdown.
+    Each reply has this many tokens. All prompts arrive before the caller stops the server, because vLLM does not
+    answer requests that arrive during its shutdown.
     """
     with ThreadPoolExecutor(_BURST) as pool:
         for attempt in range(_BURSTS):
             prompts = draw(100 + attempt, _BURST, 900)
-            replies = [pool.submit(client.stream, server, prompt, 4) for prompt in prompts]
+            replies = [pool.submit(client.stream, server, prompt, tokens) for prompt in prompts]
             while (ended := sum(reply.done() for reply in replies)) < _BURST:
                 known = sum(map(server.metric, ("vllm:num_requests_running", "vllm:num_requests_waiting")))
                 if ended + known >= _BURST and server.metric("kvoffload_open_jobs") > 0:
