@@ -68,7 +68,10 @@ def _client_bytes(setup: Setup) -> int:
 def _host_memory(setup: Setup) -> Finding:
     needed, before = needed_bytes(setup), _orphan_bytes(setup)
     if setup.config.host_hugetlbfs is not None:
-        return ok(f'{size_text(needed)} come from the pool of huge pages, as "host path" says')
+        text = f'{size_text(needed)} come from the pool of huge pages, as "host path" says'
+        if clients := _client_bytes(setup):
+            text += f"; some {size_text(clients)} of connections to the remote tier were not compared with what is left"
+        return ok(text)
     limits = memory_limits(read_file)
     if not limits:
         return unknown("the available memory: /proc/meminfo cannot be read")

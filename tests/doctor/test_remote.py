@@ -44,6 +44,13 @@ def test_connections_to_a_remote_tier_take_memory_beside_the_hosts(
     assert ("connections" in text) == bool(taken)
 
 
+def test_beside_huge_pages_connections_to_a_remote_tier_are_said_to_be_not_compared(tmp_path: Path) -> None:
+    known = setup(host_path=tmp_path, host_hugetlbfs=tmp_path, remote_url="s3://bucket")
+    verdict, text = ask(memory.CHECKS, "host memory", known, machine(tmp_path))
+    assert verdict == "ok"
+    assert "some 600.0 MiB of connections to the remote tier were not compared" in text
+
+
 @pytest.mark.parametrize("url", ["mooncake://host", "mooncake://host:1?protocol=udp", "s3://bucket?x=1"])
 def test_a_url_of_another_form_is_an_error(url: str, tmp_path: Path) -> None:
     verdict, text = found(url, tmp_path)
